@@ -50,7 +50,7 @@ NAMES = {
     "execution_engine": Name("torch.autograd.Variable._execution_engine", "ends a backward pass that updates weights"),
     "preserve_version_counter": Name("torch.autograd._unsafe_preserve_version_counter", "refills gathered weights"),
     "top_hooks": Name("torch._C._autograd._top_saved_tensors_default_hooks", "keeps inputs of regions as pairs"),
-    "untraced": Name("torch._compile._disable_dynamo", "the same, outside of graphs"),
+    "untraced": Name("torch._compile._disable_dynamo", "leaves steps, regions and sums out of graphs"),
     "functorch_is_active": Name("torch._C._are_functorch_transforms_active", "refuses torch.func's transforms"),
     # tensors
     "modes_active": Name("torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher for modes"),
@@ -117,6 +117,12 @@ def _missing(name: Name, error: object) -> OctavoError:
         f"torch {torch.__version__} has no {name.path} ({error}), without which octavo can't do this: {name.use}. "
         f"Read in {READ_IN}; use one of these releases, or an octavo made for yours"
     )
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor: sharded, or whole on each rank of a mesh."""
+    # dynamo says that no tensor hasattr this, and with torch 2.11 can't ask hasattr of the type
+    return getattr(type(tensor), "redistribute", None) is not None
 
 
 def local_tensor(tensor: Any) -> Any:
@@ -293,15 +299,22 @@ class FsdpParam:
         self._param.reset_sharded_param()
 
 
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was applied to, outer ones first."""
+    if "torch.distributed.fsdp" not in sys.modules:  # it takes long to import
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def fsdp_params(model: nn.Module) -> Iterator[FsdpParam]:
     """Yield each FSDPParam of the modules that ``fully_shard`` was applied to, once, also if several modules share it.
 
     Raises:
         OctavoError: if this torch no longer has FSDP2's attributes.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    params = (param for m in model.modules() if isinstance(m, FSDPModule) for param in _params_of(m))
+    params = (param for module in fsdp_modules(model) for param in _params_of(module))
     yield from {id(param.sharded): param for param in params}.values()
 
 

@@ -291,6 +291,7 @@ def test_whether_what_other_rows_contain_moves_a_row(name):
     """Rows move others in forward where docs/guides/which-recipe.md's table says so. Delayed: once it has a history."""
     page = Path(octavo.__file__).parents[1] / "docs" / "guides" / "which-recipe.md"
     row = re.search(rf"^\| `{name}\(\)` \| (yes|no)\b", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert row is not None, f"{page.name} does not say whether other tokens change a token's output"
     for kind, make in MODULES.items():
         if name == "nvfp4" and kind in ("GroupedLinear", "Experts"):
             continue  # which refuse it

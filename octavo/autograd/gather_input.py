@@ -33,6 +33,7 @@ from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
+from octavo.private import untraced
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 from octavo.tensor.collectives import gathered_parts, pack_message, summed, summed_part, unpack_message
@@ -194,6 +195,7 @@ def gather_input(x: Tensor, dim: int, reader: GatherReader, wire: Wire) -> Gathe
     return GatheredInput(_Carrier.apply(x, dim, wire), operands, input_cast_arguments(reader.recipe), wire)
 
 
+@untraced  # compiled graphs leave out sums in FP8, and facades for gradients
 def scatter_output(y: Tensor, dim: int, reader: GatherReader | None, wire: Wire, needs_db: bool) -> Tensor:
     """Return this rank's tokens [..., s, N] of the sum over ranks of y [..., S, N], bf16, fp16 or fp32.
 

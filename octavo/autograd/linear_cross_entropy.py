@@ -101,7 +101,7 @@ def _fixed_scale_inv(recipe: Recipe, cast: Cast, rows: int, like: Tensor) -> Ten
 
 
 def _rows_of_chunk(recipe: Recipe) -> int:
-    """Return ROWS, rounded to whole blocks of rows."""
+    """Return ROWS, rounded to whole blocks of rows, and to whole padding: only the last chunk's codes have some."""
     along = (recipe.input_casts.as_is, 0), (recipe.grad_output_casts.as_is, 0), (recipe.grad_output_casts.transposed, 1)
     blocks = [cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL]
     unit = math.lcm(PADDING, *blocks)
@@ -159,7 +159,7 @@ class _Chunks:
             codes = self.x_TK.new_empty(shape, dtype=dtype)
         db = self.x_TK.new_zeros(columns, dtype=torch.float32) if needs_db else None
         for first in range(0, max(tokens, 1), step):
-            rows = slice(first, min(first + step, tokens))
+            rows = slice(first, first + step)
             logits, losses, lse = self._losses(rows)
             parts.append((losses, lse))
             if not any(needs):
@@ -235,7 +235,7 @@ class _Chunks:
         logits, recipe = arguments[0], self.layer.recipe
         q = q_t = logits.new_empty((0, 0), dtype=_fixed_format(recipe).dtype)  # by this shape the op writes nothing
         if codes is not None and self.writes_transposed:
-            q_t = codes
+            q_t = codes[:, : rows.stop]
         if codes is not None and not self.writes_transposed:
             q = codes[rows]  # one copy serves both products
         elif as_is:
@@ -252,7 +252,7 @@ class _Chunks:
         if operands.transposed is None or codes is None:
             return operands.as_is, None
         q, scale_inv = operands.transposed
-        place = codes[:, rows.start : rows.start + q.shape[1]] if self.writes_transposed else codes[rows].t()
+        place = codes[:, rows] if self.writes_transposed else codes[rows].t()
         place.copy_(q.view(torch.uint8))
         return operands.as_is, scale_inv
 

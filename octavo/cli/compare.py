@@ -11,12 +11,12 @@ EXAMPLES = (
     "octavo compare --data corpus/ --recipes baseline dynamic mx --out runs/mine",
     "octavo compare --recipes baseline dynamic mx --out runs/mine --resume",
 )
-COMPARED = (BASELINE, "dynamic", "delayed")
+DEFAULTS = (BASELINE, "dynamic", "delayed")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``octavo compare``."""
-    text, default = f"some of {', '.join(RECIPES)}", " ".join(COMPARED)
+    text, default = f"some of {', '.join(RECIPES)}", " ".join(DEFAULTS)
     add_run(parser, "--recipes", text, default, nargs="+", choices=RECIPES)
 
 
@@ -25,4 +25,4 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     values = values_of(options)
     if "recipe" in values and "recipes" not in values:
         raise TrainError(f"{options.config} gives a recipe, and octavo compare needs several: add --recipes")
-    return train(values, values.get("recipes", COMPARED), arguments)
+    return train(values, values.get("recipes", DEFAULTS), arguments)

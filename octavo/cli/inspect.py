@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.inspect.command import Subject, add_arguments, asked, entry_point, inspect_command, what_if_command
 from octavo.inspect.what_if import WhatIfError
 from octavo.train import Batches, checkpoint, load_corpus, next_byte_loss
-from octavo.train.config import RULES
+from octavo.train.config import RULES_FILE
 from octavo.train.loop import RECORD, run_in, trained_model
 
 EXAMPLES = (
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.apply:
         if not checkpoint.RunFolder(source).holds_run():
             raise WhatIfError(f"--apply: {source} is no run of octavo train: give --write FILE")
-        options.write = source / RULES
+        options.write = source / RULES_FILE
     record = source / RECORD if _is_record(source / RECORD) else None  # of a run
     if record is not None and not asked(options):
         source = record

@@ -62,10 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "of a rank of data parallelism in a step on a mesh (default: one for each sequence; without --mesh as many "
     help += "as is fastest)"
     parser.add_argument("--micro-batches", type=int, metavar="N", help=help)
-    help = (
-        "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0; without --mesh 0 or 1, the "
-    )
-    help += "faster)"
+    help = "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0; without --mesh 0 or 1, "
+    help += "the faster)"
     parser.add_argument("--recompute", type=float, metavar="SHARE", help=help)
     help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
     parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)

@@ -305,7 +305,7 @@ def estimate(
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
     layers = _added_layers(times, modules, weight_storage, uncast_head)
-    if not any(isinstance(module, RecipeModule) for module in twin.modules()):
+    if not RecipeModule.named_in(twin):
         convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
     saved = _saved(twin, optimizer, phase, inputs)

@@ -40,8 +40,8 @@ KIND_NAMES = {
 PRODUCT_KINDS = tuple(KIND_NAMES)
 RATES_FILE = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
-ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
-ON_CPU = ((256, 128, 128), (512, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048))
+SIZES_ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
+SIZES_ON_CPU = ((256, 128, 128), (512, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048))
 _CAST = {True: (8192, 8192), False: (1024, 1024)}  # shape of the tensor that is cast, on a GPU and elsewhere
 
 
@@ -350,7 +350,7 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
     in_fp8 = recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx()
     recipe_of = {product_kind(each.output): each for each in in_fp8}
     products: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PRODUCT_KINDS}
-    for rows, cols, terms in ON_GPU if on_gpu else ON_CPU:
+    for rows, cols, terms in SIZES_ON_GPU if on_gpu else SIZES_ON_CPU:
         flop = 2.0 * rows * cols * terms
         x, weight = (torch.randn(size, terms, device=device, dtype=torch.bfloat16) for size in (rows, cols))
         for kind, points in products.items():

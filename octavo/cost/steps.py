@@ -1,4 +1,4 @@
-"""The steps that a plan compares: in bf16, in bf16 with the same fusions, and in each recipe of RECIPES."""
+"""The steps that a plan compares: in bf16, in bf16 with the same fusions, and in each recipe of COMPARED."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from octavo.cost.rates import PlanError, Rates
 from octavo.cost.work import COMPARED, Work, head_of, work_of
 from octavo.scaling.recipe import RecipeMap
 
-RECIPES = {name: getattr(recipes, name) for name in COMPARED}
 STORED = ("dynamic", "delayed", "blockwise")  # recipes whose weights can live in FP8
 
 
@@ -27,7 +26,7 @@ def step_in(
     head: str | None = None,
     **options: Any,
 ) -> Estimate:
-    """Return the step in the recipe of this name in RECIPES.
+    """Return the step in octavo's recipe of this name.
 
     Args:
         head: the name of a recipe for the layer that computes logits; None: as the others.
@@ -37,7 +36,7 @@ def step_in(
         raise PlanError(f"--head {head}: no layer of this model computes logits")
     rules = {} if head is None else {head_of(work).name: getattr(recipes, head)()}  # type: ignore[union-attr]
     try:
-        step = estimate(model, inputs, RecipeMap(RECIPES[name](), rules), rates, work=work, **options)
+        step = estimate(model, inputs, RecipeMap(getattr(recipes, name)(), rules), rates, work=work, **options)
     except ValueError as error:
         if head is None or options.get("weight_storage") is None or isinstance(error, PlanError):
             raise
@@ -55,7 +54,7 @@ def estimates(
     weight_storage: Literal["fp8"] | None = None,
     **options: Any,
 ) -> list[Estimate]:
-    """Return the steps in bf16, with ``fuse`` also in bf16 with the same fusions, and in each of RECIPES.
+    """Return the steps in bf16, with ``fuse`` also in bf16 with the same fusions, and in each of COMPARED.
 
     Args:
         head: as for ``step_in``.
@@ -66,5 +65,5 @@ def estimates(
     bf16_options = [{**options, "fuse": fuse} for fuse in sorted({False, options.get("fuse", False)})]
     steps = [estimate(model, inputs, None, rates, work=work, **fusing) for fusing in bf16_options]
     fp8_options = {**options, "head": head, "chunked_loss": chunked_loss, "weight_storage": weight_storage}
-    names = [name for name in RECIPES if weight_storage is None or name in STORED]
+    names = [name for name in COMPARED if weight_storage is None or name in STORED]
     return [*steps, *(step_in(name, model, inputs, rates, work, **fp8_options) for name in names)]

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from octavo import recipes
 from octavo.cost.estimate import FUSED_BF16, Estimate, LayerTime
 from octavo.cost.from_flags import optimizer_of, tokens_of
 from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, IN_BF16, KIND_NAMES, PlanError, Rates
-from octavo.cost.steps import RECIPES, step_in
+from octavo.cost.steps import step_in
 from octavo.cost.text import GIB, columns, folded
-from octavo.cost.work import LinearWork, work_of
-from octavo.recipes import high_precision
+from octavo.cost.work import COMPARED, LinearWork, work_of
 from octavo.scaling.recipe import Recipe
 
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
@@ -240,7 +240,7 @@ def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
 
     def is_faster(tokens: int, size: int) -> bool:
         work = LinearWork("", tokens, size, size, True, True)
-        return sum(work.seconds(recipe, rates)) < WORTH * work.seconds(high_precision(), rates)[0]
+        return sum(work.seconds(recipe, rates)) < WORTH * work.seconds(recipes.high_precision(), rates)[0]
 
     return {tokens: min(itertools.takewhile(partial(is_faster, tokens), FEATURES), default=None) for tokens in TOKENS}
 
@@ -254,10 +254,10 @@ def describe_rates(rates: Rates) -> str:
     table += [[name, *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])] for kind, name in KIND_NAMES.items()]
     lines += [columns(table), "", *describe_attention(rates)]
     lines += ["", "a layer's step is faster in FP8 than in bf16"]
-    for name, make in RECIPES.items():
+    for name in COMPARED:
         thresholds = [
             f"at {tokens} tokens {'never' if size is None else f'from {size} features on'}"
-            for tokens, size in pays(make(), rates).items()
+            for tokens, size in pays(getattr(recipes, name)(), rates).items()
         ]
         lines.append(f"  {name:<10} {', '.join(thresholds)}")
     return "\n".join(lines)

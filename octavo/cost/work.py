@@ -225,7 +225,7 @@ def _without_memory(model: nn.Module, left_out: Iterable[nn.Module] = ()) -> nn.
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model in high precision whose parameters and buffers have no memory."""
     copied = _without_memory(model)
-    if any(isinstance(module, RecipeModule) for module in copied.modules()):
+    if RecipeModule.named_in(copied):
         set_recipe(copied, high_precision())
     return copied
 

@@ -14,6 +14,7 @@ from octavo.autograd.gather_input import GatherReader
 from octavo.nn.experts import ConvertedExperts, Experts, TransformersExperts
 from octavo.nn.inputs import product_dtype
 from octavo.nn.linear import Grouped
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT
 from octavo.weights.gathered import check_layers_agree
 from octavo.weights.stored import StoredWeight
@@ -74,7 +75,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
     for _, layer in named_layers:
         owner = layer.holder
         for key, parameter in list(owner._parameters.items()):
-            if parameter is not None and not hasattr(parameter, "device_mesh"):
+            if parameter is not None and not is_dtensor(parameter):
                 if parameter not in sharded:
                     sharded[parameter] = _sharded_experts(parameter, mesh)
                 owner._parameters[key] = sharded[parameter]

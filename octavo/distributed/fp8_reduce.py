@@ -37,11 +37,12 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.step_numbers import key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import all_gather, check_ranks_agree, pack_message, unpack_message
+from octavo.tensor.collectives import check_ranks_agree, pack_message, unpack_message
 
 GRADIENTS, MEAN, SERVER_MEANS = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
 _SHARED_OPTIONS = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
 _TILE = (1, BLOCK)  # elements of a row that share a scale
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the latter
 
 
 def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[int]]]:
@@ -231,7 +232,7 @@ class Fp8Reduction:
             read = gathered if self.gather_dtype else self._read(gathered, width, flat.dtype)
             return flat.copy_(read.view(-1)[: len(flat)])
 
-        return all_gather(gathered, message, group, async_op=True).get_future().then(finish)
+        return _all_gather(gathered, message, group=group, async_op=True).get_future().then(finish)
 
     def _message_of(self, x: Tensor, rank: int, rounding: int) -> Tensor:
         """Cast [R, S] to a message, uint8 [R, .]: each row's codes and exponents.

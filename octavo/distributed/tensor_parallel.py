@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 
-from octavo.autograd.gather_input import GatheredInput, scatter_output
+from octavo.autograd.gather_input import GatheredInput
 from octavo.distributed.fp8_reduce import Fp8Reduction
 from octavo.nn.linear import Linear, SeparateSplits, separate
 from octavo.nn.recipe_module import RecipeModule
@@ -46,12 +46,12 @@ def _sum_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor:
 def _sending_by(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: str, output: Any = None) -> Sending:
     """Return a style's Sending; ``layouts``: the placements in its argument ``name``; ``output``: see Sending."""
     if reduction is None:
-        return Sending(exact, None, _scatter_outside_graphs, output)
+        return Sending(exact, None, output)
     if reduction.stochastic and output is not None:
         raise ValueError("activation checkpointing computes outputs again: give a reduction that rounds to nearest")
     if not any(isinstance(layout, Shard) for layout in layouts or ()):
         raise ValueError(f"a reduction makes sums that are scattered by tokens, but {name}={layouts}: give Shard(d)")
-    return Sending(exact, functools.partial(_sum_in_fp8, reduction), _scatter_outside_graphs, output)
+    return Sending(exact, functools.partial(_sum_in_fp8, reduction), output)
 
 
 def _gather_in_fp8(readers: list[RecipeModule], x: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
@@ -68,9 +68,8 @@ def _gather_in_fp8(readers: list[RecipeModule], x: Any, mesh: Any, sending: Send
     return gather(readers, x, sending)
 
 
-# compiled graphs leave out sums in FP8, and facades for gradients
+# compiled graphs leave out sums in FP8
 _gather_outside_graphs = torch.compiler.disable(gathered_for)
-_scatter_outside_graphs = torch.compiler.disable(scatter_output)
 
 
 def _place_output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:

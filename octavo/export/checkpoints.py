@@ -50,9 +50,7 @@ def to_safetensors(
     Args:
         model: a converted model, none of it on the meta device.
         folder: created, parents too; may exist if it is empty.
-        layout: one of the table on the page on rollouts. "fine-grained" holds E4M3 weights in 128x128 blocks
-            (``recipes.blockwise()``), "mxfp8" those in 1x32 blocks (``mx()``), "compressed-tensors" both of these and
-            those with one scale, or one a row (``dynamic()``, ``delayed()``, ``rowwise()``).
+        layout: one of the table on the page on rollouts, which says the recipes whose E4M3 weights each holds.
         max_shard_bytes: the most that one file holds; a larger tensor has a file of its own.
 
     Raises:

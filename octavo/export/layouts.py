@@ -102,7 +102,8 @@ class Layout(NamedTuple):
     that the layout can hold.
     ``recipe``: the named recipe that fits. ``config``: returns config.json's entry for the layers and the names of the
     matrices that stay in high precision; None if the layout is not one of files. ``method``: that entry's quant_method,
-    which load_fp8 reads. ``matches_ends``: whether transformers' reader also skips matrices whose names end in one of
+    which load_fp8 checks; of the entry's other keys it reads weight_block_size alone, and refuses blocks of other sizes
+    than today's. ``matches_ends``: whether transformers' reader also skips matrices whose names end in one of
     those names.
     """
 
@@ -251,9 +252,8 @@ def _unwritten_keys(model: nn.Module, state: Mapping[str, Any], weights: Mapping
     keys_of: dict[int, list[str]] = {}
     for key, tensor in state.items():
         keys_of.setdefault(id(tensor), []).append(key)
-    targets = (
-        getattr(model, "all_tied_weights_keys", None) or {}
-    )  # transformers': {key that is not written: its source}
+    # transformers': {key that is not written: its source}
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
     unwritten: set[str] = set()
     for keys in keys_of.values():
         layers = [weights[key] for key in keys if key in weights]

@@ -123,7 +123,7 @@ class FaultTrace:
     def __init__(
         self, model: nn.Module, *, raises: bool = True, gradients: bool = True, step: int = 0, group: Any = None
     ) -> None:
-        self._layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+        self._layers = RecipeModule.named_in(model)
         if not self._layers:
             raise ValueError("the model has no layer in FP8 to watch: octavo.convert it first")
         require_whole("step", step, 0)

@@ -43,23 +43,23 @@ class FirstBatch:
         model: whose forward it is.
         forward: this step's first one: the first batch, unless a run is resumed and all ranks find theirs.
         ranks: that train together.
-        folder: the record's; None: nothing is written.
+        folder: the record's.
         resumes: whether to read what the run before wrote.
 
     Attributes:
         outputs: compares those of the model's modules with the run before.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, ranks: Ranks, folder: Path | None, resumes: bool) -> None:
+    def __init__(self, model: nn.Module, forward: Forward, ranks: Ranks, folder: Path, resumes: bool) -> None:
         self._model, self._ranks, self.outputs = model, ranks, ModuleOutputs(model)
-        path = None if folder is None else folder / f"batch-{ranks.rank}.npz"
-        earlier = _read(path, model, ranks) if path is not None and resumes else None
+        path = folder / f"batch-{ranks.rank}.npz"
+        earlier = _read(path, model, ranks) if resumes else None
         if ranks.any(earlier is None):
             whole = forward._replace(delayed=[], state=None)  # its modules' state is each step's
             self._forwards = [whole._replace(arguments=_part(whole.arguments)), whole]  # the first of them that runs
-            self._path = path
+            self._path: Path | None = path
         else:
-            assert earlier is not None and folder is not None
+            assert earlier is not None
             self._forwards, self._path = [earlier], None
             if ranks.rank == 0:
                 self.outputs.go_on(folder / OUTPUTS, device_of(model))

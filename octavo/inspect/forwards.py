@@ -183,7 +183,7 @@ def _set_grad(leaf: Tensor, grad: Tensor | None) -> None:
 
 def _in_fp8(model: nn.Module) -> list[Any]:
     """Return what each FP8 module keeps from step to step, in the modules' order."""
-    return [module.fp8 for module in model.modules() if isinstance(module, RecipeModule)]
+    return [module.fp8 for _, module in RecipeModule.named_in(model)]
 
 
 def copy_of(x: Tensor) -> Tensor:

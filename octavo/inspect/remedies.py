@@ -183,8 +183,7 @@ def merged_rules(rules_of_remedies: Iterable[Mapping[str, LayerRule]]) -> dict[s
 
 def own_recipes(model: nn.Module) -> RecipeMap | None:
     """Return a model's recipes by layer, the most frequent one as default; None if it has no octavo modules."""
-    layers = {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeModule)}
-    if not layers:
+    if not (layers := {name: module.recipe for name, module in RecipeModule.named_in(model)}):
         return None
     ((default, _),) = Counter(layers.values()).most_common(1)
     return RecipeMap(default, {glob.escape(name): recipe for name, recipe in layers.items() if recipe != default})

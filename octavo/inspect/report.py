@@ -28,7 +28,7 @@ from octavo.scaling.recipe import ROLES
 
 EffectRows = Sequence[Mapping[str, Any]]  # the rows of a WhatIf
 STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, compared with another run
-EFFECTS = 3  # how many consequences of a finding are printed
+EFFECTS_SHOWN = 3  # how many consequences of a finding are printed
 COLUMNS = 160  # at most of a heat map; of more records it shows the worst of each few
 POINTS = 1000  # at most of a curve
 HEAT = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # (factor, which is worst)
@@ -91,8 +91,8 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     for place, finding in enumerate(findings[:top], 1):
         lines += ["", f"{place:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]
         indented = [finding.cast, finding.cause, finding.remedy, finding.expected and f"  {finding.expected}"]
-        indented += [f"so too: {_title(effect)}" for effect in finding.consequences[:EFFECTS]]
-        if (more := len(finding.consequences) - EFFECTS) > 0:
+        indented += [f"so too: {_title(effect)}" for effect in finding.consequences[:EFFECTS_SHOWN]]
+        if (more := len(finding.consequences) - EFFECTS_SHOWN) > 0:
             indented.append(f"and {more} more")
         lines += [f"    {line}" for line in indented if line]
     if len(findings) > top:

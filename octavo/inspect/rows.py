@@ -84,7 +84,7 @@ class Table:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        devices = {m.parameters_device for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
+        devices = {m.parameters_device for _, m in RecipeModule.named_in(model)} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
         (device,) = devices
@@ -124,8 +124,7 @@ class Table:
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
     """Return the names and modules of layers with a product in FP8."""
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
-    return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
+    return [(name, m) for name, m in RecipeModule.named_in(model) if not m.recipe.is_high_precision]
 
 
 def first_here(module: RecipeModule) -> int:

@@ -50,7 +50,7 @@ SUFFERS = "FP8 is not the cause, though it suffers"
 HARMS, CHANGES = (f"FP8 {does} gradients, though not the loss so far" for does in ("harms", "changes"))
 BLAMES = CAUSE, TAKES_PART, HARMS
 OTHER_PARAMETERS = "all weights that are no layer's"
-NAMED = 3  # departures, or steps, that a sentence names
+LISTED = 3  # departures, or steps, that a sentence names
 
 
 def verdict(record: Record, findings: Sequence[Finding]) -> str:
@@ -317,8 +317,8 @@ def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
         parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
     sentence = f"{' and '.join(parts)} at step {twins.steps[at]}"
     if single := [twins.steps[place] for place in np.flatnonzero((twins.distances > 1).any(axis=1))]:
-        more = " and others" if len(single) > NAMED else ""
-        sentence += f", but for {', '.join(map(str, single[:NAMED]))}{more}"
+        more = " and others" if len(single) > LISTED else ""
+        sentence += f", but for {', '.join(map(str, single[:LISTED]))}{more}"
     return f"{sentence}; later steps were not compared" if twins.steps[at] < begins else sentence
 
 
@@ -361,5 +361,5 @@ def first_departures(record: Record) -> str:
     nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' if len(record.steps) != 1 else ''}"
     if not (first := departures(record)):
         return nothing
-    names = "; ".join(f"{each}{'' if place else f' at step {each.step}'}" for place, each in enumerate(first[:NAMED]))
+    names = "; ".join(f"{each}{'' if place else f' at step {each.step}'}" for place, each in enumerate(first[:LISTED]))
     return f"{nothing}. What changed first: {names}"

@@ -372,7 +372,7 @@ def _copy_in_high_precision(model: nn.Module, select: Select | None) -> tuple[nn
     def is_selected(name: str) -> bool:
         return select is None or not isinstance(modules.get(name), RecipeModule) or select(modules[name], name)
 
-    layers = {name: m for name, m in twin.named_modules() if isinstance(m, RecipeModule) and is_selected(name)}
+    layers = {name: module for name, module in RecipeModule.named_in(twin) if is_selected(name)}
     if not layers:
         least = "by default those that octavo.convert takes (--min-features N, or select=)"
         raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")

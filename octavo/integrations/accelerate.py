@@ -35,7 +35,7 @@ from octavo.weights.operands import weight_of
 
 __all__ = ["TrainingState", "follow_accumulation"]
 
-SCHEDULE = "octavo_schedule"  # a key in the optimizer's state_dict
+SCHEDULE_KEY = "octavo_schedule"  # a key in the optimizer's state_dict
 
 
 class TrainingState:
@@ -96,11 +96,11 @@ class TrainingState:
             )
 
     def _add_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[SCHEDULE] = self.schedule.state_dict()  # type: ignore[union-attr]
+        state_dict[SCHEDULE_KEY] = self.schedule.state_dict()  # type: ignore[union-attr]
 
     def _load_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        if SCHEDULE in state_dict:
-            self._load_schedule_checked(state_dict[SCHEDULE])
+        if SCHEDULE_KEY in state_dict:
+            self._load_schedule_checked(state_dict[SCHEDULE_KEY])
 
     def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Store weights in FP8 or plain, like those that the model is about to load; every later hook is too late.
@@ -109,7 +109,7 @@ class TrainingState:
         """
         if (schedule := self.schedule) is None or schedule.optimizer.state:
             return
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
+        layers = dict(RecipeModule.named_in(model))
         are_stored = [f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()]
         for index in (schedule.index, *range(len(schedule.phases))):
             storage: dict[Any, Any] = {**schedule.targets[index].storage_of(model)}
@@ -192,7 +192,7 @@ def convert_once(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not "
                 f"{recipe.of(*names).name!r}: convert in one place only, or with the same recipe"
             )
-    if not layers and not any(isinstance(m, RecipeModule) for m in convert(model, recipe, select).modules()):
+    if not layers and not RecipeModule.named_in(convert(model, recipe, select)):
         raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
 
 

@@ -72,8 +72,7 @@ class OctavoPrecision(Precision):
         module = self._inner.convert_module(module)
         if module is self._model:  # converted in an earlier fit, and perhaps in a later phase since
             return module
-        converted = any(isinstance(child, RecipeModule) for child in module.modules())
-        if not converted and any(isinstance(child, FSDPModule) for child in module.modules()):
+        if not RecipeModule.named_in(module) and any(isinstance(child, FSDPModule) for child in module.modules()):
             raise ValueError(
                 "configure_model sharded the model before it was converted: call octavo.convert(self, recipe) in "
                 "configure_model, before fully_shard; the plugin's recipe must be the same"

@@ -125,7 +125,7 @@ class OctavoCallback(TrainerCallback):
         """Load octavo's state from the checkpoint, if there is one, and begin."""
         model = kwargs["model"]
         optimizer: Any = torch_optimizer(kwargs["optimizer"])
-        if not any(isinstance(module, RecipeModule) for module in model.modules()):
+        if not RecipeModule.named_in(model):
             raise ValueError(
                 "the model is not converted: give the callback to Trainer(callbacks=[...]), not to add_callback; and "
                 "with model_init=, call octavo.convert there"

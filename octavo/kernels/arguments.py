@@ -4,7 +4,8 @@ The reference, the Triton kernels, the fakes and onnx.py take these values, and 
 results by the functions here. In this order:
 
     values       CastSource, NormSource, RotaryHeads (each a Castable), Scaling, Output, CastTarget, Commit;
-                 OperandPair, ProductArguments, GroupedOperands; NormGradient; LossRows, before its parser
+                 CastLists; CountedCast, WatchedOperand; OperandPair, ProductArguments, GroupedOperands; NormGradient;
+                 LossRows, before its parser
     parsing      _unpack_OP: an op's flat arguments to the values that its kernels take, after the checks that need
                  more than one of them; _source_of, _scaling_options and _with_recast each take some of cast's
     by op name   UNPACK and ``unpacking``, by which a kernel of values becomes one of flat arguments
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from octavo.formats import CAST_FORMATS, E2M1, HIGH_PRECISION
+from octavo.formats import E2M1, HIGH_PRECISION
 from octavo.granularity import ALL, NV, PACKED_TILES, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.checks import (
@@ -33,6 +34,7 @@ from octavo.kernels.checks import (
     check_product,
     check_shape,
     check_sizes,
+    check_state,
     check_terms,
 )
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
@@ -48,10 +50,6 @@ class Counted:
     exponents = 64  # bins of the exponents floor(log2 |x|) of finite numbers other than 0
     lowest = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
     faults = ("faulty", "rows", "scale_inv", "amax")
-
-
-# (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
-LARGEST = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in CAST_FORMATS.items()}
 
 
 class CastSource(NamedTuple):
@@ -191,7 +189,7 @@ class CastTarget(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The delayed state that a cast of grad_output rolls, the amax of forward's casts, and how next scales are made."""
+    """The delayed state that an op rolls, the amax of forward's casts, and how next scales are made."""
 
     delayed_scale: Tensor
     delayed_amax_history: Tensor
@@ -202,6 +200,42 @@ class Commit(NamedTuple):
     powers_of_two: Sequence[bool]
     margins: Sequence[int]
     reduce: str
+
+
+class CastLists(NamedTuple):
+    """Tensors to cast at once, their outputs and scales; ``transposed`` and ``delayed_scales`` may be empty."""
+
+    xs: Sequence[Tensor]
+    qdata: Sequence[Tensor]
+    transposed: Sequence[Tensor]
+    scale_inv: Sequence[Tensor]
+    amax: Sequence[Tensor]
+    delayed_scales: Sequence[Tensor]
+
+
+class CountedCast(NamedTuple):
+    """A tensor and what it was cast into, and the counts to which that cast's are added; see signatures.py."""
+
+    x: Tensor
+    qdata: Tensor
+    scale_inv: Tensor
+    tile: Sequence[int]
+    sums: Tensor
+    extremes: Tensor
+    offsets: Tensor | None = None
+
+
+class WatchedOperand(NamedTuple):
+    """An operand whose faults are looked for by its product's result, and where they are noted; see signatures.py."""
+
+    y: Tensor
+    operand: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    place: Tensor
+    faults: Tensor
+    first: Tensor
+    offsets: Tensor | None = None
 
 
 class OperandPair(NamedTuple):
@@ -422,7 +456,7 @@ def _check_groups(source: CastSource, scaling: Scaling, offsets: Tensor) -> None
 def _unpack_cast_and_commit(x: Tensor, *flat: Any, **named: Any) -> tuple[Any, ...]:
     """Return (source, scaling, commit, output) of the flat arguments of the op ``cast_and_commit``."""
     state_and_amaxes, (dtype, power_of_two, margin), update, others = flat[:5], flat[5:8], flat[8:12], flat[12:]
-    _check_state(*state_and_amaxes)
+    check_state(*state_and_amaxes)
     delayed_scale, *_ = state_and_amaxes
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)  # grad_output's
     tensor_source, output, named = _source_of(x, *others, **named)
@@ -440,19 +474,10 @@ def _check_scales(name: str, codes: Tensor, scale_inv: Tensor, tile: Sequence[in
         check_grid(name, *kinds, (tile[0], tile[1]), groups)
 
 
-def _check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor | None) -> None:
-    """Raise ValueError for a delayed state of other shapes than three roles', or an amax that is not one number."""
-    is_dense = scale.is_contiguous() and history.is_contiguous() and before.is_contiguous()
-    sizes = [amax.numel() for amax in amaxes if amax is not None]
-    if not is_dense or (scale.numel(), history.shape[0], before.numel(), *sizes) != (3, 3, 9, *[1] * len(sizes)):
-        shapes = [x if x is None else list(x.shape) for x in (scale, history, before, *amaxes)]
-        raise ValueError(f"a delayed state and amaxes of {shapes} need [3], [3, length], [3, 3], dense; and one number")
-
-
-def _unpack_delayed_update(*flat: Any) -> tuple[Any, ...]:
-    """Return the flat arguments of the op, as its kernels take them, after checking the state."""
-    _check_state(*flat[:6])
-    return flat
+def _unpack_delayed_update(*flat: Any) -> tuple[Commit, Tensor | None]:
+    """Return (commit, amax of grad_output or None) of the flat arguments of the op ``delayed_update``."""
+    check_state(*flat[:6])
+    return Commit(*flat[:5], *flat[6:]), flat[5]
 
 
 def _heads_to_cast(q: Tensor, heads: dict[str, Tensor]) -> RotaryHeads:
@@ -576,30 +601,32 @@ def _unpack_dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dt
     return qdata, plain_scales(scale_inv, qdata.shape, tile), tile, dtype
 
 
-def _unpack_cast_statistics(
-    x: Tensor, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], *flat: Any, offsets: Tensor | None = None
-) -> tuple[Any, ...]:
-    """Return the op's flat arguments with scales that are not swizzled; offsets come last, or None."""
-    sums, extremes, offsets = flat if len(flat) > 2 else (*flat, offsets)
+def _unpack_cast_statistics(*flat: Any, **offsets_by_name: Any) -> tuple[CountedCast]:
+    """Return (the cast, with scales that are not swizzled) of the flat arguments of the op ``cast_statistics``."""
+    cast = CountedCast(*flat, **offsets_by_name)
+    x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     groups = () if offsets is None else tuple(offsets.shape)
     _check_scales("scale_inv", qdata, scale_inv, tile, *groups)
     rows, cols = unpacked_shape(qdata.shape, qdata.dtype)
     check_shape("x", x, (rows, min(x.shape[1], cols)))
     check_shape("sums", sums, (*groups, len(Counted.sums) + Counted.exponents), is_dense=True)
     check_shape("extremes", extremes, (*groups, len(Counted.extremes)), is_dense=True)
-    return x, qdata, plain_scales(scale_inv, qdata.shape, tile), tile, sums, extremes, offsets
+    return (cast._replace(scale_inv=plain_scales(scale_inv, qdata.shape, tile)),)
 
 
-def _unpack_note_faults(y: Tensor, operand: Tensor, *flat: Any) -> tuple[Any, ...]:
-    """Return the op's flat arguments, after checking that y and the operand have the same rows."""
-    check_shape("y", y, (operand.shape[0], *y.shape[1:]))
-    return y, operand, *flat
+def _unpack_note_faults(*flat: Any) -> tuple[WatchedOperand]:
+    """Return (the operand) of the flat arguments of the op ``note_faults``; y must have as many rows."""
+    watched = WatchedOperand(*flat)
+    check_shape("y", watched.y, (watched.operand.shape[0], *watched.y.shape[1:]))
+    return (watched,)
 
 
-_UNPACK: list[Callable[..., tuple[Any, ...]]] = [_unpack_cast, _unpack_cast_and_commit, _unpack_cast_statistics]
-_UNPACK += [_unpack_cross_entropy, _unpack_delayed_update, _unpack_dequantize, _unpack_grouped_matmul, _unpack_matmul]
-_UNPACK += [_unpack_norm, _unpack_norm_backward, _unpack_note_faults, _unpack_rotary]
-UNPACK = {unpack.__name__.removeprefix("_unpack_"): unpack for unpack in _UNPACK}
+def _unpack_multi_tensor_cast(*flat: Any) -> tuple[Any, ...]:
+    """Return (lists, role, tile, power_of_two, margin, skip or nothing) of the flat arguments of the op."""
+    return CastLists(*flat[:6]), *flat[6:]
+
+
+UNPACK = {name.removeprefix("_unpack_"): unpack for name, unpack in vars().items() if name.startswith("_unpack_")}
 UNPACK |= dict.fromkeys(("cross_entropy_backward", "cross_entropy_codes"), _unpack_cross_entropy)
 
 

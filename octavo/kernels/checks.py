@@ -81,6 +81,15 @@ def check_sizes(**tensors: tuple[Tensor | None, str]) -> None:
             raise ValueError(f"{name} of shape {list(tensor.shape)} needs [{', '.join(letters)}], where {size_of}")
 
 
+def check_state(scale: Tensor, history: Tensor, before: Tensor, *amaxes: Tensor | None) -> None:
+    """Raise ValueError for a delayed state of other shapes than three roles', or an amax that is not one number."""
+    is_dense = scale.is_contiguous() and history.is_contiguous() and before.is_contiguous()
+    sizes = [amax.numel() for amax in amaxes if amax is not None]
+    if not is_dense or (scale.numel(), history.shape[0], before.numel(), *sizes) != (3, 3, 9, *[1] * len(sizes)):
+        shapes = [x if x is None else list(x.shape) for x in (scale, history, before, *amaxes)]
+        raise ValueError(f"a delayed state and amaxes of {shapes} need [3], [3, length], [3, 3], dense; and one number")
+
+
 def check_norm(x: Tensor, kind: str, gamma: Tensor, **tensors: tuple[Tensor | None, str]) -> None:
     """Raise ValueError for another kind of norm of x [R, C], or parameters, rows or results of other sizes."""
     if kind not in ("layer_norm", "rms_norm"):
@@ -91,6 +100,9 @@ def check_norm(x: Tensor, kind: str, gamma: Tensor, **tensors: tuple[Tensor | No
 def check_codes_of_loss(logits: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
     """Raise ValueError where a gradient [T, V] has no room in codes, or from a column on in transposed ones."""
     rows, cols = logits.shape
-    for name, out, height, width in (("codes", codes, rows, cols), ("transposed", transposed, cols, first + rows)):
-        if out.numel():
-            check_shape(name, out, (height, max(width, out.shape[1])), is_dense=True)
+    if codes.numel():
+        check_shape("codes", codes, (rows, max(cols, codes.shape[1])), is_dense=True)
+    if transposed.numel():
+        width = max(first + rows, transposed.shape[1])
+        check_shape("transposed", transposed, (cols, width))
+        check_shape("a row of transposed", transposed[0], (width,), is_dense=True)

@@ -38,9 +38,8 @@ _TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return {octavo op: its replacement}, for torch.export.ExportedProgram.run_decompositions."""
-    ops: dict[str, Callable[..., Any]] = {"amax": _amax, "cast": _cast, "dequantize": _dequantize, "matmul": _matmul}
-    ops["rotary"] = _rotary
-    return {getattr(torch.ops.octavo, name).default: function for name, function in unpacking(ops).items()}
+    ops = unpacking({"amax": _amax, "cast": _cast, "dequantize": _dequantize, "matmul": _matmul, "rotary": _rotary})
+    return {getattr(torch.ops.octavo, name).default: function for name, function in ops.items()}
 
 
 def _cast(

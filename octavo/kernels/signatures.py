@@ -131,8 +131,8 @@ SCHEMAS = {
     # the gradient of logits [T, V], of their dtype, by that of each row's loss, grad [T], and the lse of the op above
     "cross_entropy_backward": f"({_LOSS}, Tensor lse, Tensor grad) -> Tensor",
     # the same gradient by grads of 1, which lies in [-1, 1], cast by numerics.scale_of_unit: to codes [T, V'] as it
-    # lies, and transposed to the columns from ``first`` on of transposed [V, T']; [0, 0] is left out. V' and T' are
-    # padded, and the padding, which is 0, is written; T' may have room for other rows' codes too
+    # lies, and transposed to the columns from ``first`` on of transposed [V, T']; [0, 0] is left out. What is behind
+    # them, up to V' and T', is padding: 0. Before ``first`` are other rows' codes; transposed has any row stride
     "cross_entropy_codes": f"({_LOSS}, Tensor lse, Tensor(a!) codes, Tensor(b!) transposed, int first) -> ()",
     # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
     # says what they hold. x, qdata and scale_inv have any strides. Rows in groups, which end at offsets [G]: sums
@@ -204,7 +204,6 @@ def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(len(gamma) if gradient.with_beta else 0)
 
 
-_RETURN_NOTHING = "cast_statistics", "cross_entropy_codes", "delayed_update", "multi_tensor_cast", "note_faults"
 FAKES: dict[str, Callable[..., Any]] = unpacking(
     {
         "amax": lambda x, tile: new_scales(x, x.shape, (tile[0], tile[1])),
@@ -219,7 +218,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "matmul": _fake_matmul,
         "norm": new_norm,
         "norm_backward": _fake_norm_backward,
-        **dict.fromkeys(_RETURN_NOTHING, lambda *_: None),
+        **{name: lambda *_: None for name, schema in SCHEMAS.items() if schema.endswith("-> ()")},
     }
 )
 

@@ -28,6 +28,7 @@ from octavo.formats import HIGH_PRECISION
 from octavo.nn.experts import TITAN, ConvertedExperts, TorchtitanExperts, TransformersExperts, keys_of
 from octavo.nn.linear import Grouped, Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
+from octavo.private import is_under_fsdp
 from octavo.weights.operands import weight_of, why_unreadable
 
 Select = Callable[[nn.Module, str], bool]
@@ -179,7 +180,7 @@ def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def why_left_alone(module: nn.Module) -> str | None:
     """Return why a module of a convertible class must not be converted, or None."""
-    if is_fsdp_class(type(module)) or getattr(module, "_is_fsdp_managed_module", False):
+    if is_fsdp_class(type(module)) or is_under_fsdp(module):
         return SHARDED
     if "forward" in module.__dict__:
         return REPLACED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -287,7 +286,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
 
 def _refuse_sharded(name: str, weight: nn.Parameter) -> None:
     """Raise ValueError for experts on several ranks that FSDP2 too has sharded: it would go on with its old shard."""
-    if weight.ndim == 3 and hasattr(weight, "placements") and len(groups_of(weight)) > 1:
+    if weight.ndim == 3 and len(groups_of(weight)) > 1:
         raise ValueError(
             f"{name or 'the model'}: experts that expert_parallel has shared among ranks are stored in FP8, or not so, "
             "before fully_shard shards them over another dimension"
@@ -411,8 +410,6 @@ def restore(model: nn.Module) -> nn.Module:
 
 def gather_anew(model: nn.Module) -> None:
     """Under FSDP2, have the next gathers follow the recipes that modules have now."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
     for owner in forget_gathered(model):
         for reader in readers_of(owner) if isinstance(owner, WeightOwner) else ():
             reader.fp8.gather.sent_as, reader.fp8.gather.settings_agree = None, False

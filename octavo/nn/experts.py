@@ -267,12 +267,7 @@ class ExpertsPart(Grouped):
     def __init__(self, holder: nn.Module, name: str, key: str) -> None:
         super().__init__()
         self.part_name, self.weight_key = name, key
-        self.__dict__["_holder"] = [holder]  # in a list, so that the holder is no child of its part
-
-    @property
-    def holder(self) -> nn.Module:
-        """The module that owns the matrix."""
-        return self.__dict__["_holder"][0]
+        self.__dict__["_holder"] = holder  # no attribute, so that it is no child of its part
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the names that a RecipeMap's patterns may match: the module's, its part's and the parameter's."""
@@ -322,12 +317,6 @@ class ConvertedExperts(WeightOwner):
         if name.endswith(SCALE_INV) and (part := self.weight_readers.get(name.removesuffix(SCALE_INV))) is not None:
             return part.weight_scale_inv
         return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a matrix that FSDP2 has just sharded is gathered in FP8 from then on."""
-        if isinstance(value, nn.Parameter) and (part := self.weight_readers.get(name)) is not None:
-            part.take_parameter(value, self._parameters[name])
-        super().__setattr__(name, value)
 
 
 class TransformersExperts(ConvertedExperts):

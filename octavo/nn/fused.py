@@ -26,9 +26,10 @@ from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of
 from octavo.kernels.reference.activation import activate
-from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, as_styles_return, fused_parts, hooks_on, style_of
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.weights.gathered import check_layers_agree
 
@@ -134,17 +135,16 @@ def run_as_one(
     """
     x = parts.input
     gamma, beta = parts.norm
-    leaves, operands, layers = [gamma, beta], [], []
-    for weight, bias, parameter in parts.linears:
-        leaves += [parameter, bias]
-        operands.append((weight, bias))
-    refuse_for_fp8(x, *leaves)
+    leaves = [leaf for _, bias, parameter in parts.linears for leaf in (parameter, bias)]
+    refuse_for_fp8(x, gamma, beta, *leaves)
     needs_grad = x.requires_grad or requires_grad(gamma) or requires_grad(beta)
+    layers = []
     for linear, tensors, rows in zip(linears, parts.linears, parts.rows, strict=False):
         layers.append(linear.layer_of(x, tensors, needs_grad, rows))
         needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
     chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm, positions)
-    return run_chain(x, parts.norm, operands, chain, None if parts.shape is None else parts.shape[:-1])
+    parameters = [(weight, bias) for weight, bias, _ in parts.linears]
+    return run_chain(x, parts.norm, parameters, chain, None if parts.shape is None else parts.shape[:-1])
 
 
 class Fused(nn.Module):
@@ -158,7 +158,7 @@ class Fused(nn.Module):
         """Return (the parts' output, the norm's or None) by one chain; None if the parts run one after the other."""
         norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
-        if is_parallel(first):  # settings are compared before any part runs
+        if is_dtensor(first):  # settings are compared before any part runs
             check_layers_agree([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
         if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) is not Linear for part in linears):
             return None

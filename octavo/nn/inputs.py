@@ -18,12 +18,6 @@ from octavo.private import functorch_is_active, in_forward_mode
 from octavo.weights.operands import why_unreadable
 
 
-def is_parallel(weight: Tensor) -> bool:
-    """Whether a layer's weight, as forward reads it, is a DTensor."""
-    # dynamo says that no tensor hasattr this, and with torch 2.11 can't ask hasattr of the type
-    return getattr(type(weight), "redistribute", None) is not None
-
-
 def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:
     """Return the dtype that products with ``input`` compute in: its own, or autocast's, which the meta device lacks."""
     if not isinstance(input, Tensor | GatheredInput):

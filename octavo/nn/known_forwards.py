@@ -35,13 +35,13 @@ from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
 from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_fsdp_class, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import can_fuse, forward_is_bypassable, run_as_one
-from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
 from octavo.nn.loss import has_loss, take_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import FusedParts
-from octavo.private import functorch_is_active, in_forward_mode
+from octavo.private import functorch_is_active, in_forward_mode, is_dtensor
 
 
 class PartNames(NamedTuple):
@@ -117,7 +117,7 @@ class FeedForward(KnownForward):
         if activation is None or not is_bypassable_linear(down) or not can_skip_dropout(dropout):
             return super(KnownForward, self).forward(*args, **kwargs)
         tensors = weight, bias, parameter = down.layer_tensors()
-        if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
+        if is_dtensor(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
             return super(KnownForward, self).forward(*args, **kwargs)
         if (first := as_one_layer(input_layers)) is not None:
             layers = [first.layer_tensors(), tensors]
@@ -150,7 +150,7 @@ def is_bypassable_linear(layer: Any) -> bool:
 def as_one_layer(layers: Sequence[Any]) -> Any:
     """Return layers that read one tensor as one layer for ``run_as_one``; None if hooks or the like forbid it."""
     if len(layers) == 1:
-        return layers[0] if is_bypassable_linear(layers[0]) and not is_parallel(layers[0].weight) else None
+        return layers[0] if is_bypassable_linear(layers[0]) and not is_dtensor(layers[0].weight) else None
     if not layers or not all(isinstance(layer, Linear) for layer in layers):
         return None
     joint_layer = Joined(tuple(layers))
@@ -248,7 +248,7 @@ class LeanRMSNorm(KnownForward):
     def can_be_lean(self, x: Tensor) -> bool:
         """Whether a norm of x, or of its sum with a residual, is computed here."""
         weight = self.weight
-        if x.dtype != weight.dtype or is_parallel(weight) or is_parallel(x) or weight.shape != x.shape[-1:]:
+        if x.dtype != weight.dtype or is_dtensor(weight) or is_dtensor(x) or weight.shape != x.shape[-1:]:
             return False
         return torch.compiler.is_compiling() or not (functorch_is_active() or in_forward_mode())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,8 +15,9 @@ from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entrop
 from octavo.autograd.products import Layer, requires_grad
 from octavo.autograd.shared_casts import read_by
 from octavo.granularity import ALL
-from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.pair import Operands
 from octavo.weights.files import SCALE_INV
@@ -123,7 +125,7 @@ class TransposedLinear(RecipeModule):
 
 def refuse_sharded(weight: Tensor) -> None:
     """Raise ValueError for a head's weight that is a DTensor: its loss needs the logits of all columns."""
-    if is_parallel(weight):
+    if is_dtensor(weight):
         raise ValueError(
             f"the head's weight {tuple(weight.shape)} is a DTensor, {weight.placements}: under FSDP2 give "  # type: ignore[attr-defined]
             "octavo.nn.linear_cross_entropy the octavo.nn.Linear itself, and call it where its group is gathered, in "
@@ -340,9 +342,8 @@ def separate(layer: Linear, ranks: int = 1) -> None:
             f"split needs a multiple of {step} rows a rank; or use a recipe with one scale a weight (dynamic, delayed)"
         )
     options: dict[str, Any] = {"bias": bias is not None, "device": "meta", "dtype": weight.dtype}
-    start = 0
-    for name, size in layer.splits.items():
-        end = start + size
+    for (name, size), end in zip(layer.splits.items(), itertools.accumulate(layer.splits.values()), strict=True):
+        start = end - size
         split = Linear(layer.in_features, size, recipe=layer.recipe, **options)
         part = weight.rows(start, end) if isinstance(weight, StoredWeight) else weight.detach()[start:end].clone()
         split._parameters["weight"] = nn.Parameter(part, weight.requires_grad)
@@ -354,7 +355,6 @@ def separate(layer: Linear, ranks: int = 1) -> None:
         if (gather := layer.fp8.gather).group is not None:
             split.fp8.gather.join(gather.group, split, f"{gather.name}.{name}".lstrip("."))
         layer.add_module(name, split)
-        start = end
     del layer.fp8
     layer._parameters.clear()
     layer.__class__ = SeparateSplits  # type: ignore[assignment]

@@ -18,8 +18,9 @@ from octavo.autograd.cross_entropy import cross_entropy_of_rows
 from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
 from octavo.autograd.products import Layer
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.inputs import is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, refuse_sharded
+from octavo.private import is_dtensor
 from octavo.recipes import AnyRecipe, as_recipe, high_precision
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands
@@ -243,7 +244,7 @@ def causal_lm_loss(
         vocab_size: V.
         num_items_in_batch: what the sum is divided by; None: by the labels that count.
     """
-    if is_parallel(logits):
+    if is_dtensor(logits):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)

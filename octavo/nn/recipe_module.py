@@ -18,10 +18,10 @@ from octavo.autograd.rows import DENSE, Parts, Rows
 from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.inputs import finds_shapes, grouped_dtype, is_parallel, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import LayerTensors, parallel_product, sending_of
 from octavo.nn.where import warn_once_if_slower
-from octavo.private import parameter_registration_hooks, tracing_state
+from octavo.private import is_dtensor, tracing_state
 from octavo.recipes import as_recipe
 from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, state_under
 from octavo.scaling.recipe import WEIGHT, Recipe
@@ -150,17 +150,6 @@ class RecipeModule(WeightOwner):
                 fp8.weight_writes, fp8.kept_operands = outer.weight_writes, outer.kept_operands
                 fp8.state = None if outer.state is None else outer.state.on(self.parameters_device)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; let weights/gathered.py gather a weight that FSDP2 has sharded."""
-        parameters = self.__dict__.get("_parameters")
-        if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
-            if name == "weight":
-                self.take_parameter(value, parameters[name])
-            if not parameter_registration_hooks:
-                parameters[name] = value  # as torch does after checks; FSDP2 sets weights four times a step
-                return
-        super().__setattr__(name, value)
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, but refuse a weight that the recipe can't read."""
         if name == "weight" and "fp8" in self.__dict__:
@@ -206,8 +195,8 @@ class RecipeModule(WeightOwner):
 
     @property
     def holder(self) -> nn.Module:
-        """The module that owns the weight."""
-        return self
+        """The module that owns the weight: this one, or that of which this one is a part."""
+        return self.__dict__.get("_holder", self)
 
     @property
     def weight_readers(self) -> dict[str, RecipeModule]:
@@ -304,7 +293,7 @@ class RecipeModule(WeightOwner):
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""
         tensors = weight, bias, _ = self.layer_tensors()
-        parallel = offsets is None and is_parallel(weight)
+        parallel = offsets is None and is_dtensor(weight)
         if parallel:
             check_layers_agree([self], weight.device_mesh)  # type: ignore[attr-defined]
         dtype = product_dtype(input, weight) if offsets is None else grouped_dtype(input, weight, offsets)

@@ -26,7 +26,7 @@ from octavo.nn.candidates import MIXTURE, ROUTER, class_of, expert_weights, fp8_
 from octavo.nn.counting import OperationCounter
 from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
-from octavo.private import FakeTensor, FakeTensorMode, pytree, to_copy
+from octavo.private import FakeTensor, FakeTensorMode, is_dtensor, pytree, to_copy
 from octavo.scaling.recipe import WEIGHT
 
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def kind_of(module: nn.Module) -> str | None:
         return _ACTIVATIONS
     if isinstance(module, RecipeModule | nn.Linear) or fp8_class(module) is not None or is_called_like(kind, ROUTER):
         return _INPUTS
-    if isinstance(module, nn.Module) and kind.__module__.startswith("torch.nn.modules.activation"):
+    if kind.__module__.startswith("torch.nn.modules.activation"):
         return _ATTENTION if isinstance(module, nn.MultiheadAttention) else _ACTIVATIONS
     return next((matching for matching, words in _WORDS.items() if is_called_like(kind, words)), None)
 
@@ -160,7 +160,7 @@ def twin_of(model: nn.Module, mode: Any) -> nn.Module:
     """Return a copy of a model with fakes in place of parameters and buffers, whose data isn't copied."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if getattr(tensor, "placements", None) is not None:
+        if is_dtensor(tensor):
             raise ValueError(
                 "example_inputs: make the plan before fully_shard; a sharded model can't be run without data"
             )

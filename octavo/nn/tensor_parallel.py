@@ -22,12 +22,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.gather_input import GatheredInput, GatherReader, can_gather, gather_input, input_cast_arguments
+from octavo.autograd.gather_input import (
+    GatheredInput,
+    GatherReader,
+    can_gather,
+    gather_input,
+    input_cast_arguments,
+    scatter_output,
+)
 from octavo.autograd.observer import Observer
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import ReadTensor, read_by
-from octavo.nn.inputs import is_parallel, product_dtype
+from octavo.nn.inputs import product_dtype
+from octavo.private import is_dtensor
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 
@@ -36,12 +44,11 @@ class Sending(NamedTuple):
     """The settings by which a layer's tokens are sent; sums are made by ``reduce``.
 
     ``exact``: tokens of a role that the recipe scales in two ways are sent in their dtype.
-    ``scatter``: autograd's ``scatter_output``, outside of compiled graphs; ``output``: where RowwiseParallel puts sums.
+    ``output``: where RowwiseParallel puts sums.
     """
 
     exact: bool
     reduce: Callable[[Tensor, str], Tensor] | None
-    scatter: Callable[..., Tensor]
     output: Any = None
 
     def wire(self, mesh: Any, x: Tensor, dim: int) -> Wire:
@@ -128,10 +135,10 @@ def _can_run_as_one(styles: Sequence[Style | None], norm: Any, weights: Sequence
     norm_style, first, *later = styles
     if mesh is None or mesh.ndim != 1 or first is None or None in later:
         return False  # octavo.distributed's styles are not over all linear layers, on one mesh of one dimension
-    if (norm_style is None) == is_parallel(norm.weight):
+    if (norm_style is None) == is_dtensor(norm.weight):
         return False  # only one of the norm and its weight is parallel
     for weight, expected in zip(weights, (Shard(0), Shard(1)), strict=False):
-        if not is_parallel(weight) or weight.placements != (expected,) or weight.device_mesh != mesh:
+        if not is_dtensor(weight) or weight.placements != (expected,) or weight.device_mesh != mesh:
             return False  # the first weight is not cut by rows, or the second by columns
     if later and not (_is_shard(first.output, last, last) and _is_shard(later[0].input, last, last)):  # type: ignore[union-attr]
         return False  # the activation is not cut by features
@@ -152,7 +159,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     None if the parts run one by one: see _can_run_as_one; or tokens are cut that can't be gathered in FP8.
     """
     biases = [linear.bias for linear in linears]
-    if not any(map(is_parallel, weights)):
+    if not any(map(is_dtensor, weights)):
         return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
     from torch.distributed.tensor import Partial
 
@@ -162,7 +169,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     assert styles[1] is not None
     mesh, placement, sending = weights[0].device_mesh, styles[1].input, styles[1].sending
     group = mesh.get_group().group_name
-    x = input.to_local(grad_placements=[placement]) if is_parallel(input) else input
+    x = input.to_local(grad_placements=[placement]) if is_dtensor(input) else input
     shape = [*x.shape]
     norm_grad = Partial() if placement.is_shard() else placement
     wire = None
@@ -178,7 +185,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         wire = sending.wire(mesh, x, dim)
         shape[dim] *= mesh.size()
     gamma, beta = (
-        parameter.to_local(grad_placements=[norm_grad]) if is_parallel(parameter) else parameter
+        parameter.to_local(grad_placements=[norm_grad]) if is_dtensor(parameter) else parameter
         for parameter in (norm.weight, norm.bias)
     )
     local_linears: list[LayerTensors] = []
@@ -290,7 +297,7 @@ def _scatter_sum(
     fits = fits and can_gather(reader, GRAD_OUTPUT, sending.exact)
     if not fits and sending.reduce is None:
         return None
-    part_of_sum = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
+    part_of_sum = scatter_output(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
     return DTensor.from_local(part_of_sum, mesh, [sending.output], run_check=False)
 
 

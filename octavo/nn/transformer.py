@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import rotary as turn_queries_and_keys
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, forward_is_bypassable
-from octavo.nn.inputs import is_parallel, not_a_tensor_error
+from octavo.nn.inputs import not_a_tensor_error
 from octavo.nn.linear import Linear, split_output
+from octavo.private import is_dtensor
 from octavo.scaling.recipe import Recipe, RecipeMap, under
 
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
@@ -147,7 +148,7 @@ class SelfAttention(nn.Module):
         if any(table.shape[0] < positions or table.shape[1] != columns for table in (cos, sin)):  # 1 would be broadcast
             shapes = f"rotary tables {list(cos.shape)} and {list(sin.shape)}"
             raise ValueError(f"{shapes}: each needs at least {positions} rows, and {columns} columns")
-        if isinstance(output, Tensor) and not is_parallel(output) and not (requires_grad(cos) or requires_grad(sin)):
+        if isinstance(output, Tensor) and not is_dtensor(output) and not (requires_grad(cos) or requires_grad(sin)):
             return turn_queries_and_keys((output,), cos[None], sin[None], (self.heads, self.kv_heads))
         parts = split_output(output, self.qkv.splits) if isinstance(output, Tensor) else output
         query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)

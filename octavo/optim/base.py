@@ -20,7 +20,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGr
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import SharedAmaxes, fp8_shards, is_sharded_tensor, place_of, ranks_share_amax, settle_gradient
+from octavo.optim.layout import SharedAmaxes, fp8_shards, place_of, ranks_share_amax, settle_gradient
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
@@ -28,6 +28,7 @@ from octavo.optim.state import Settings
 from octavo.private import untraced
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
+from octavo.weights.fsdp2 import is_sharded, on_this_rank
 from octavo.weights.stored import StoredWeight
 
 _REFUSED = {
@@ -102,7 +103,6 @@ class CompactOptimizer(Optimizer):
     names: tuple[str, ...] = ()
     shared_settings: tuple[str, ...] = tuple("moments master seed clip_update skip_nonfinite gradient_storage".split())
     also_pickled: tuple[str, ...] = ()
-    _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
     def __init__(
@@ -129,9 +129,6 @@ class CompactOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Reset the attributes that copies and saved states leave out."""
-        # here, not in the class's body: torch.compiler.disable imports the whole compiler, as torch's own __init__ does
-        # of the class, whose _step it is; each instance sets it, as any may be the first, made or unpickled
-        type(self)._untraced = staticmethod(torch.compiler.disable(type(self)._step))
         # updates; _current_update makes one anew once it is no longer right, and all after a load or new settings
         self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
         # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
@@ -263,14 +260,6 @@ class CompactOptimizer(Optimizer):
         gradient_taker = self.in_backward or self._gradients  # it uses or rounds gradients as they come
         return nullcontext() if gradient_taker is None else gradient_taker.accumulate()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights that have gradients.
-
-        On a GPU that is one launch, without waiting for the device; it can be captured in a CUDA graph once it has run,
-        with lr as a tensor if it is to change. In compiled code it is a graph break.
-        """
-        return self._untraced(self, closure)
-
     def step_some(self, params: list[nn.Parameter], grad_scale: Tensor | None = None) -> None:
         """Update these weights, which have gradients, by them divided by ``grad_scale``; ``step()`` ends the step."""
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
@@ -312,8 +301,14 @@ class CompactOptimizer(Optimizer):
         self._find_positions()
         return [param for param in self._sharded if param.requires_grad]
 
+    @untraced
     @torch.no_grad()
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights that have gradients.
+
+        On a GPU that is one launch, without waiting for the device; it can be captured in a CUDA graph once it has run,
+        with lr as a tensor if it is to change. In compiled code it is a graph break.
+        """
         self._attach()
         loss = None
         if closure is not None:
@@ -358,7 +353,7 @@ class CompactOptimizer(Optimizer):
         """Copy what the step wrote into a contiguous copy of a weight, and raise the versions of what it wrote."""
         codes: dict[nn.Parameter, Tensor] = {}
         for param in params:
-            prepared, weight = self._prepared[param], states.shard_of(param)
+            prepared, weight = self._prepared[param], on_this_rank(param)
             if isinstance(weight, StoredWeight):
                 codes[param] = weight.qdata
             elif prepared.update.master.weight.data_ptr() != prepared.address:
@@ -394,7 +389,7 @@ class CompactOptimizer(Optimizer):
         return self._options(group)._replace(lr=float(group["lr"]))._asdict()
 
     def _update(self, param: nn.Parameter) -> WeightUpdate:
-        grad = states.shard_of(param.grad)  # type: ignore[arg-type]
+        grad = on_this_rank(param.grad)  # type: ignore[arg-type]
         if grad.is_sparse:
             raise RuntimeError("octavo's optimizers take dense gradients only")
         prepared, _ = self._current_update(param)
@@ -412,7 +407,7 @@ class CompactOptimizer(Optimizer):
         It brings what the update reads up to date: it makes the state of a first step, restarts the master of a weight
         that was written, and then drops the low bits of a weight in FP8, which the new master has.
         """
-        weight, state = states.shard_of(param), self.state[param]
+        weight, state = on_this_rank(param), self.state[param]
         data = states.data_of(weight)
         is_new = not state
         group, number = self._positions[param]
@@ -432,7 +427,7 @@ class CompactOptimizer(Optimizer):
             prepared = self._prepare(param, weight, options)
         if was_written:  # by a load or by the user: the master begins anew, as these codes
             for name, value in MasterForm.of(param, self.master).new_state(weight).items():
-                states.shard_of(state[name]).copy_(states.shard_of(value))
+                on_this_rank(state[name]).copy_(on_this_rank(value))
             prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
         begins_anew = is_new or was_written
         if isinstance(weight, StoredWeight) and begins_anew:
@@ -555,9 +550,7 @@ class CompactOptimizer(Optimizer):
         Only weights in FP8 have a state saved before that. Sharded ones keep it: ranks, which could answer
         differently, begin their states together.
         """
-        if not fp8_shards(loaded) or any(
-            is_sharded_tensor(param) or state["step"].is_meta for param, state in loaded.items()
-        ):
+        if not fp8_shards(loaded) or any(is_sharded(param) or state["step"].is_meta for param, state in loaded.items()):
             return False
         pairs = ((state, states.new_state(param, self.settings_of(groups[param]))) for param, state in loaded.items())
         return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)

@@ -6,7 +6,7 @@ new kind has enough bits. In addition to the old state, memory holds one tensor'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,30 +23,14 @@ from octavo.optim.gradients import refuse_ddp
 from octavo.optim.layout import fp8_shards, is_fp8_experts
 from octavo.optim.masters import MasterForm
 from octavo.optim.state import Settings, WeightState, for_kernel, new_master
+from octavo.private import is_dtensor
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shards
+from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank, take_shard
 from octavo.weights.storable import why_cut_blocks
 from octavo.weights.stored import StoredWeight, put_into, store
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 NewStorage = Mapping[nn.Parameter, WeightStorage]  # of the weights whose storage changes
-
-
-def convert(
-    optimizer: CompactOptimizer, settings: Settings, storage: NewStorage, on_stored: Callable[..., None] | None = None
-) -> None:
-    """Convert an optimizer to other moments, masters and storage, in place: each parameter stays the same object.
-
-    ``on_stored`` is called with each weight of ``storage`` as soon as that is its storage. ValueError if a weight
-    can't be kept so; nothing is changed then.
-    """
-    Conversion(settings, storage).check(optimizer)
-    optimizer.forget_prepared()
-    for param in optimizer.all_params():
-        _convert_param(optimizer, param, settings, storage)
-        if param in storage and on_stored is not None:
-            on_stored(param)
-    optimizer.adopt(settings)
 
 
 def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
@@ -58,7 +42,7 @@ def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
     codes = torch.zeros(shard.shape, dtype=E4M3.dtype, device=device)
     shape = storage.of_matrices(shard.shape).scale_shape(shard.shape)
     scale_inv = torch.ones(shape, device=device, dtype=torch.float32)
-    return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=shard is not weight)
+    return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=is_dtensor(weight))
 
 
 class BytesKept(NamedTuple):
@@ -106,21 +90,25 @@ class Conversion(NamedTuple):
             )
 
     def apply(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Convert an optimizer's weights, and those of the model that it lacks; FSDP2 gets shards."""
+        """Convert an optimizer's weights and state, and the weights of the model that it lacks; FSDP2 gets shards.
+
+        Each parameter stays the same object. ValueError if a weight can't be kept so; nothing is changed then.
+        """
         if not isinstance(optimizer, CompactOptimizer) or self.settings is None:
             return
-
-        def give_to_fsdp2(weight: nn.Parameter) -> None:
-            if on_this_rank(weight) is not weight:
-                take_shards(model, [weight])
-
+        params = dict.fromkeys(optimizer.all_params())
         if self.storage or self.settings != optimizer.settings:
-            convert(optimizer, self.settings, self.storage, give_to_fsdp2)
-        params_of_optimizer = set(optimizer.all_params())
-        for weight in self.storage:
-            if weight not in params_of_optimizer:  # such as a frozen weight, which no optimizer has
-                store(weight, self.storage[weight])
-                give_to_fsdp2(weight)
+            self.check(optimizer)
+            optimizer.forget_prepared()
+            for param in params:
+                _convert_param(optimizer, param, self.settings, self.storage)
+                if param in self.storage:
+                    take_shard(model, param)
+            optimizer.adopt(self.settings)
+        for weight, granularity in self.storage.items():
+            if weight not in params:  # such as a frozen weight, which no optimizer has
+                store(weight, granularity)
+                take_shard(model, weight)
 
     def put_blanks(self) -> None:
         """Put zeros of their new storage into the weights, which are those of a model without data."""
@@ -136,7 +124,7 @@ class Conversion(NamedTuple):
         weights = masters = moments = parameters = 0
         gradients = [0]
         for param in params:
-            shard = states.shard_of(param.detach())
+            shard = on_this_rank(param.detach())
             changes = param in self.storage
             stored = blank(shard, self.storage[param], "meta") if changes else torch.empty_like(shard, device="meta")
             pair_or_tensor = [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
@@ -157,7 +145,7 @@ class Conversion(NamedTuple):
 
 
 def _gradient_bytes(param: nn.Parameter, is_coded: bool) -> int:
-    gradient = torch.empty_like(states.shard_of(param.detach()), dtype=param.dtype, device="meta")
+    gradient = torch.empty_like(on_this_rank(param.detach()), dtype=param.dtype, device="meta")
     stored = StoredGradient.cast(gradient, param.dtype, is_fp8_experts(param)) if is_coded else None
     return states.bytes_of([gradient] if stored is None else [stored.qdata, stored.scale_inv])
 
@@ -173,11 +161,11 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter, group: dict[str, A
     else:
         remedy = "plan with torch's Adam, AdamW or SGD, or octavo.optim"
         raise TypeError(f"what {type(optimizer).__name__} keeps is known after its first step only; {remedy}")
-    return count * states.bytes_of([states.shard_of(param.detach())])
+    return count * states.bytes_of([on_this_rank(param.detach())])
 
 
 def _convert_param(optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: NewStorage) -> None:
-    """Convert a weight and its state, as ``convert`` does for all."""
+    """Convert a weight and its state, as ``Conversion.apply`` does for all."""
     same_storage = param not in storage
     state = optimizer.state.get(param)
     if not state:
@@ -187,9 +175,9 @@ def _convert_param(optimizer: CompactOptimizer, param: nn.Parameter, settings: S
                 shard.facts.awaited = True
         return
     old_settings, new_settings = optimizer.settings.in_state(state), settings.in_state(state)
-    old, _ = for_kernel(param, states.shard_of(param.detach()), state, old_settings)
+    old, _ = for_kernel(param, on_this_rank(param.detach()), state, old_settings)
     new_param: Any = param if same_storage else like_sharded(blank(param, storage[param]), param, param.shape)
-    new_weight = states.shard_of(new_param.detach())
+    new_weight = on_this_rank(new_param.detach())
     new_state = {"step": state["step"]} | _convert_moments(param, new_param, state, old_settings, new_settings)
     if same_storage and MasterForm.of(param, old_settings.master) is MasterForm.of(param, new_settings.master):
         new_state |= {name: value for name, value in state.items() if name.startswith("master_")}
@@ -207,9 +195,9 @@ def _convert_moments(param: Tensor, new_param: Tensor, state: WeightState, old: 
     tensors: WeightState = {}
     old_moments = old.moments_of(param)
     for name, moment in new.moments_of(param).items():
-        empty_tensors = moment.new_state(name, states.shard_of(param).shape, "meta", is_fp8_experts(new_param))
+        empty_tensors = moment.new_state(name, on_this_rank(param).shape, "meta", is_fp8_experts(new_param))
         if moment == old_moments[name] and all(
-            key in state and states.shard_of(state[key]).shape == value.shape for key, value in empty_tensors.items()
+            key in state and on_this_rank(state[key]).shape == value.shape for key, value in empty_tensors.items()
         ):
             tensors |= {key: state[key] for key in empty_tensors}
         else:

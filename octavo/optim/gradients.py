@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.optim import state as states
 from octavo.optim.layout import is_fp8_experts, settle_gradient
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.fsdp2 import like_sharded
+from octavo.weights.fsdp2 import like_sharded, on_this_rank
 
 NO_DDP = (
     "DistributedDataParallel exchanges a gradient after {} would have {} it; use fully_shard (FSDP2), whose gradients "
@@ -76,7 +75,7 @@ class GradientStorage:
     def accumulate(self) -> AbstractContextManager[None]:
         """Sum gradients in float32 within this context: for all micro-batches of a step but the last."""
         for param in self.hooks.handles:
-            stored = None if param.grad is None else states.shard_of(param.grad)
+            stored = None if param.grad is None else on_this_rank(param.grad)
             if isinstance(stored, StoredGradient) and stored.is_zero:  # by zero_grad(set_to_none=False)
                 param.grad = torch.zeros_like(param, dtype=param.grad.dtype)  # type: ignore[union-attr]
         return self.hooks.accumulate()
@@ -86,7 +85,7 @@ class GradientStorage:
         """Round a parameter's complete gradient to FP8, or, within ``accumulate``, have its sum be float32."""
         whole = settle_gradient(param)
         assert whole is not None
-        gradient = states.shard_of(whole)
+        gradient = on_this_rank(whole)
         if isinstance(gradient, StoredGradient) or gradient.is_sparse:
             return
         if not self.hooks.accumulating:

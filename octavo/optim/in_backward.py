@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.backward_pass import is_running
-from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer, check_not_negative
 from octavo.optim.gradients import NO_DDP, GradientHooks, refuse_ddp
-from octavo.optim.layout import bytes_of_shard, settle_gradient, sharded_dims
+from octavo.optim.layout import bytes_of_shard, settle_gradient
 from octavo.private import execution_engine
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
-from octavo.weights.fsdp2 import like_sharded
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, sharded_dims
 
 _TO_COME = -1.0  # in place of the square of a gradient that has not come yet; NaN can't be, as gradients may be NaN
 _TINY = torch.finfo(torch.float32).tiny
@@ -121,7 +120,7 @@ class GradientNorms:
 
     def load(self, state: dict[str, Any], params: list[nn.Parameter]) -> None:
         """Load a state that ``state`` returned, and go on from it."""
-        device = states.shard_of(params[0].detach()).device
+        device = on_this_rank(params[0].detach()).device
         self._numbers = {params[place]: number for number, place in enumerate(state["order"])}
         self._last = state["squares"].to(device, copy=True)
         self._now = torch.full_like(self._last, _TO_COME)
@@ -157,11 +156,11 @@ class GradientNorms:
 
 def squared_norms(gradients: list[Tensor]) -> Tensor:
     """Return each whole gradient's squared 2-norm in float32; those sharded alike take one collective together."""
-    norms = torch._foreach_norm([states.shard_of(gradient) for gradient in gradients], 2.0, torch.float32)
+    norms = torch._foreach_norm([on_this_rank(gradient) for gradient in gradients], 2.0, torch.float32)
     squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square()
     alike: dict[Any, list[Tensor]] = {}
     for square, gradient in zip(squares.unbind(), gradients, strict=True):
-        if dims := tuple(dim for _, dim, _ in sharded_dims(gradient)):
+        if dims := tuple(mesh_dim for _, mesh_dim in sharded_dims(gradient)):
             alike.setdefault((gradient.device_mesh, dims), []).append(square)  # type: ignore[attr-defined]
     for (mesh, dims), shards in alike.items():
         whole = torch.stack(shards).to(mesh.device_type)
@@ -306,7 +305,7 @@ class UpdatesInBackward:
             return
         self.launches += 1
         self._updated.update(params)
-        norms = torch._foreach_norm([states.shard_of(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
+        norms = torch._foreach_norm([on_this_rank(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
         with self._stream_of_updates(params):
             divisor = None  # of gradients, so that they are clipped
             if self.clip is not None:
@@ -316,12 +315,12 @@ class UpdatesInBackward:
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
-                param.grad = like_sharded(UsedGradient(states.shard_of(gradient), norm), gradient, gradient.shape)
+                param.grad = like_sharded(UsedGradient(on_this_rank(gradient), norm), gradient, gradient.shape)
 
     def _forget_used(self) -> None:
         """Drop the UsedGradients; of weights without gradients put back the zeros that zero_grad has left."""
         for param in self._updated:
-            if param.grad is not None and isinstance(states.shard_of(param.grad), UsedGradient):
+            if param.grad is not None and isinstance(on_this_rank(param.grad), UsedGradient):
                 param.grad = None
         for param in self._updated_last_step - self._updated if self.leaves_zeros else ():
             if param.grad is None:
@@ -337,7 +336,7 @@ class UpdatesInBackward:
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         for param in params:
-            states.shard_of(param.grad).record_stream(stream)  # type: ignore[arg-type]
+            on_this_rank(param.grad).record_stream(stream)  # type: ignore[arg-type]
         return torch.cuda.stream(stream)
 
     def _wait(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,32 +17,21 @@ from torch import Tensor, nn
 
 from octavo.granularity import BLOCK
 from octavo.kernels.layouts import blocks_in_row
-from octavo.tensor.collectives import check_ranks_agree
-from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank, own_slices
+from octavo.private import is_dtensor
+from octavo.tensor.collectives import check_ranks_agree, maximum_over_ranks
+from octavo.weights.fsdp2 import groups_of, is_sharded, like_sharded, on_this_rank, own_slices, sharded_dims
 from octavo.weights.stored import StoredWeight, local_stored
-
-
-def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
-    """Yield (tensor dimension, mesh dimension, placement) of each sharding; none for a plain or replicated tensor."""
-    for mesh_dim, placement in enumerate(getattr(tensor, "placements", ())):
-        if not placement.is_replicate():
-            yield getattr(placement, "dim", 0) % max(tensor.ndim, 1), mesh_dim, placement
-
-
-def is_sharded_tensor(tensor: Tensor) -> bool:
-    """Whether ranks have shards of a tensor, or terms of its sum."""
-    return any(True for _ in sharded_dims(tensor))
 
 
 def is_sharded_vector(param: Tensor) -> bool:
     """Whether a parameter is a sharded vector: kernels take it as a column, so its indices are the whole vector's."""
-    return param.ndim < 2 and is_sharded_tensor(param)
+    return param.ndim < 2 and is_sharded(param)
 
 
 def ranks_share_blocks(param: Tensor) -> bool:
     """Whether a block of 128 may lie on several ranks: of a vector, or if shards' columns are no multiples of 128."""
     inner = math.prod(param.shape[2:])
-    for dim, mesh_dim, _ in sharded_dims(param):
+    for dim, mesh_dim in sharded_dims(param):
         if dim == 1:
             columns = -(-param.shape[1] // param.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
             return columns < param.shape[1] and columns * inner % BLOCK != 0
@@ -51,9 +40,8 @@ def ranks_share_blocks(param: Tensor) -> bool:
 
 def check_layout(param: Tensor) -> None:
     """Raise ValueError for a weight whose shards are neither rows nor columns."""
-    shardings = list(sharded_dims(param))
-    columns = [dim for dim, *_ in shardings if dim]
-    if any(placement.is_partial() for _, _, placement in shardings):
+    columns = [dim for dim, _ in sharded_dims(param) if dim]
+    if any(placement.is_partial() for placement in getattr(param, "placements", ())):
         raise ValueError(f"a weight with placements {param.placements}: its values are sums over ranks")  # type: ignore[attr-defined]
     if columns not in ([], [1]):
         raise ValueError(
@@ -101,7 +89,7 @@ def like_param(tensor: Tensor, param: Tensor) -> Tensor:
         return tensor
     if tensor.shape[: param.ndim] == shard_shape:
         whole = *param.shape, *tensor.shape[param.ndim :]
-    elif all(dim == 0 for dim, *_ in sharded_dims(param)):
+    elif all(dim == 0 for dim, _ in sharded_dims(param)):
         whole = param.shape[0], *tensor.shape[1:]
     else:  # the tensor has a scale for each block
         whole = param.shape[0], blocks_in_row(math.prod(param.shape[1:]))
@@ -111,7 +99,7 @@ def like_param(tensor: Tensor, param: Tensor) -> Tensor:
 def bytes_of_shard(tensor: Tensor) -> int:
     """Return the bytes of a tensor's largest shard, so that all ranks count the same; of a plain tensor its bytes."""
     shape = list(tensor.shape)
-    for dim, mesh_dim, _ in sharded_dims(tensor):
+    for dim, mesh_dim in sharded_dims(tensor):
         shape[dim] = -(-shape[dim] // tensor.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
     return math.prod(shape) * tensor.element_size()
 
@@ -121,17 +109,16 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
 
     For a replicated norm torch leaves each rank with the sum over its own tokens.
     """
-    grad, placements = param.grad, getattr(param, "placements", None)
-    if grad is not None and placements is not None and getattr(grad, "placements", placements) != placements:
-        param.grad = grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+    weight: Any = param
+    if is_dtensor(weight) and is_dtensor(weight.grad) and weight.grad.placements != weight.placements:
+        weight.grad = weight.grad.redistribute(placements=weight.placements)
     return param.grad
 
 
 def ranks_share_amax(param: Tensor) -> bool:
     """Whether ranks must agree on a parameter's amax: their shards live in FP8 with one scale for all."""
-    if (shard := local_stored(param)) is None or not shard.has_one_scale or not is_sharded_tensor(param):
-        return False  # each expert lies whole on one rank
-    return any(group.size() > 1 for group in groups_of(param))
+    shard = local_stored(param)  # each expert lies whole on one rank, and so has no scale that is shared
+    return shard is not None and shard.has_one_scale and any(group.size() > 1 for group in groups_of(param))
 
 
 class SharedAmaxes:
@@ -163,9 +150,8 @@ class SharedAmaxes:
             device = params_here[0].device_mesh.device_type  # type: ignore[attr-defined]
             none_yet = torch.zeros(1, 1, device=device, dtype=torch.float32)
             amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in params_here]
-            largest = torch.cat([amax.to(device) for amax in amaxes])
-            for group in outer:  # where the mesh has several dimensions
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            # several groups where the mesh has several dimensions
+            largest = maximum_over_ranks(torch.cat([amax.to(device) for amax in amaxes]), *outer)
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)
             self._under_way.append((work, largest, amaxes))
 
@@ -174,7 +160,7 @@ class SharedAmaxes:
         if self.options_compared:
             return
         self.options_compared = True
-        meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded_tensor(param))
+        meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded(param))
         if not (groups := dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())):
             return
         options = {f"{type(optimizer).__name__}'s {name}": value for name, value in optimizer.shared_options().items()}

@@ -23,16 +23,15 @@ from octavo.granularity import BLOCK, PerBlock, PerTensor
 from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.optimizer_state import Fp8Weight, MasterWeight
 from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
-from octavo.optim import state as states
 from octavo.optim.adam import adam_group, check_adam_options, check_betas
 from octavo.optim.base import CompactOptimizer, DeviceUpdates, check_not_negative
-from octavo.optim.layout import fp8_shards, is_fp8_experts, is_sharded_tensor, sharded_dims
+from octavo.optim.layout import fp8_shards, is_fp8_experts
 from octavo.optim.moment import NAMED_MOMENTS, Moment, moments_of
 from octavo.optim.state import Settings
-from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
+from octavo.private import adjust_muon_lr, orthogonalize
 from octavo.scaling.recipe import INPUT, Cast
-from octavo.tensor.collectives import pack_message, unpack_message
-from octavo.weights.fsdp2 import groups_of, rows_of_rank
+from octavo.tensor.collectives import exchanged_rows, pack_message, unpack_message
+from octavo.weights.fsdp2 import groups_of, is_sharded, on_this_rank, rows_of_rank, sharded_dims
 
 # Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
 # element exceeds the largest. Where a weight lives in FP8, elements are clamped to this, so that its scale is known
@@ -201,7 +200,7 @@ class Muon(CompactOptimizer):
         if algorithm == "adamw":
             check_betas(weight, group)
             return super().check_weight(weight, group, settings)
-        dims = [dim for dim, *_ in sharded_dims(weight)]
+        dims = [dim for dim, _ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
             raise ValueError(_NO_MATRIX.format(tuple(weight.shape)))
         if any(dims) or (weight.ndim == 2 and len(dims) > 1):
@@ -240,7 +239,7 @@ class Muon(CompactOptimizer):
         for param, update in updates:
             if update.group in adamws:
                 continue
-            if is_sharded_tensor(param) and param.ndim == 2:
+            if is_sharded(param) and param.ndim == 2:
                 sharded.setdefault(groups_of(param)[0], []).append((param, update))
             else:
                 direction = self._direction(param, update, skip, scale)
@@ -268,7 +267,7 @@ class Muon(CompactOptimizer):
             workspace.step.copy_(update.step)
             update = update._replace(master=workspace.scratch, step=workspace.step, group=0, measured=False)
             optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, workspace.plans)
-        shape = states.shard_of(param).shape  # the matrix may be a row that stands in for a shard without rows
+        shape = on_this_rank(param).shape  # the matrix may be a row that stands in for a shard without rows
         direction = matrix.view(-1)[: shape.numel()].view(shape).flatten(0, -2)
         if self.directions == "bf16":
             return direction.to(torch.bfloat16)
@@ -312,7 +311,7 @@ class Muon(CompactOptimizer):
             shape, device = update.master.weight.shape, update.gradient.device
             if (scratch := self._scratch.get(device)) is None or scratch.numel() < shape.numel():
                 groups = [group["params"] for group in self.param_groups if group["algorithm"] == "muon"]
-                largest = max(shape.numel(), *(states.shard_of(param).numel() for params in groups for param in params))
+                largest = max(shape.numel(), *(on_this_rank(param).numel() for params in groups for param in params))
                 scratch = self._scratch[device] = torch.empty(largest, device=device, dtype=torch.float32)
             whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
             rate = torch.zeros((), device=device, dtype=torch.float32)
@@ -394,6 +393,6 @@ def _exchange(
         send_sizes[rank] += tensor.numel()
     for rank, shape in shapes:
         receive_sizes[rank] += math.prod(shape)
-    message = c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, receive_sizes, send_sizes, group.group_name))
+    message = exchanged_rows(flat, send_sizes, receive_sizes, group.group_name)
     pieces = message.split([math.prod(shape) for _, shape in shapes])
     return [piece.view(shape) for piece, (_, shape) in zip(pieces, shapes, strict=True)]

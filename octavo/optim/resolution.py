@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.in_flight import InFlight
-from octavo.optim import state as states
-from octavo.optim.layout import is_sharded_tensor
-from octavo.weights.fsdp2 import groups_of
+from octavo.weights.fsdp2 import groups_of, on_this_rank
 
 
 class Resolution:
@@ -29,14 +27,14 @@ class Resolution:
     @functools.cached_property
     def _process_groups(self) -> dict[str, Any]:
         """Return the process groups of the ranks that have shards of any of the weights, by name."""
-        groups = itertools.chain.from_iterable(map(groups_of, filter(is_sharded_tensor, self.params)))
+        groups = itertools.chain.from_iterable(map(groups_of, self.params))
         return {group.group_name: group for group in groups}
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank's shard of a weight counts; of ranks that have the same shard, one rank's does."""
         if param not in self.params:
             return False
-        sharded_over = {group.group_name for group in groups_of(param)} if is_sharded_tensor(param) else set()
+        sharded_over = {group.group_name for group in groups_of(param)}
         return all(name in sharded_over or group.rank() == 0 for name, group in self._process_groups.items())
 
     def on(self, device: torch.device) -> Tensor:
@@ -79,7 +77,7 @@ class Resolution:
         sums, self._loaded = self._loaded if sums is None else sums, None
         if sums is not None and self.params:
             self._sums = {}
-            self.on(states.shard_of(next(iter(self.params)).detach()).device).copy_(sums)
+            self.on(on_this_rank(next(iter(self.params)).detach()).device).copy_(sums)
 
 
 class SumsInFlight(InFlight):

@@ -25,25 +25,20 @@ from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, WeightUpdate
 from octavo.optim.layout import (
     check_layout,
     is_fp8_experts,
-    is_sharded_tensor,
     is_sharded_vector,
     like_param,
     ranks_share_blocks,
 )
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import MOMENT_GRANULARITIES, Moment, as_matrix
+from octavo.private import is_dtensor
 from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
+from octavo.weights.fsdp2 import is_sharded, like_sharded, on_this_rank, own_slices
 from octavo.weights.stored import StoredWeight, local_stored
 
 WeightState = dict[str, Any]  # of one weight
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
-
-
-def shard_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, by ``on_this_rank``; sooner where its type says that it is plain."""
-    return tensor if type(tensor) in (Tensor, nn.Parameter) else on_this_rank(tensor)
 
 
 def data_of(weight: Tensor) -> Tensor:
@@ -94,18 +89,19 @@ def check_weight(param: Tensor, settings: Settings, bounds_update: bool) -> None
         raise ValueError("octavo's optimizers are for dense real weights")
     MasterForm.of(param, settings.master)
     check_layout(param)
-    for moment in settings.moments if param.ndim > 1 and is_sharded_tensor(param) else ():
+    for moment in settings.moments if param.ndim > 1 and is_sharded(param) else ():
         if isinstance(moment.format, Format) and moment.granularity == PerTensor():
             raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
 
 
 def largest_gradient(gradients: list[Tensor]) -> Tensor:
     """Return all gradients' largest absolute value on all ranks, inf if any is not finite; the host does not wait."""
-    amax = torch.zeros((), device=shard_of(gradients[0]).device, dtype=torch.float32)
-    if shards := [shard for gradient in gradients if (shard := shard_of(gradient.detach())).numel()]:
+    amax = torch.zeros((), device=on_this_rank(gradients[0]).device, dtype=torch.float32)
+    if shards := [shard for gradient in gradients if (shard := on_this_rank(gradient.detach())).numel()]:
         amax = torch.nn.utils.get_total_norm(shards, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
-    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if hasattr(gradient, "device_mesh")):
-        amax = maximum_over_ranks(amax.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
+    meshes: Any = dict.fromkeys(gradient.device_mesh for gradient in gradients if is_dtensor(gradient))  # type: ignore[attr-defined]
+    for mesh in meshes:
+        amax = maximum_over_ranks(amax.to(mesh.device_type), *mesh.get_all_groups())
     return amax
 
 
@@ -127,7 +123,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
     """Divide gradients by a GradScaler's scale, as torch's fused optimizers do, unless ``skip`` is not 0."""
     divisor = scale if skip is None else torch.where(skip.to(scale.device) != 0, 1.0, scale)
-    shards = [shard_of(gradient) for gradient in gradients]
+    shards = [on_this_rank(gradient) for gradient in gradients]
     shards = [shard.scale_inv if isinstance(shard, StoredGradient) else shard for shard in shards]
     for device in {shard.device for shard in shards}:
         torch._foreach_div_([shard for shard in shards if shard.device == device], divisor.to(device).view(()))
@@ -161,7 +157,7 @@ def moment_from(description: dict[str, Any]) -> Moment:
 
 def as_fp32(name: str, moment: Moment, saved_state: WeightState) -> Tensor:
     """Return a moment's values in float32, read from a saved state; ValueError if that lacks it."""
-    tensors = {key: shard_of(value) for key, value in saved_state.items() if isinstance(value, Tensor)}
+    tensors = {key: on_this_rank(value) for key, value in saved_state.items() if isinstance(value, Tensor)}
     if name in tensors:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
@@ -172,10 +168,10 @@ def as_fp32(name: str, moment: Moment, saved_state: WeightState) -> Tensor:
 
 def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: WeightState) -> dict[str, Tensor]:
     """Convert a parameter's moment in a state from ``old`` to ``new``, rounded to nearest; return its tensors."""
-    values = as_fp32(name, old, state).to(shard_of(param).device)
-    if is_sharded_tensor(param) and values.shape == param.shape:  # from a full state dict
+    values = as_fp32(name, old, state).to(on_this_rank(param).device)
+    if is_sharded(param) and values.shape == param.shape:  # from a full state dict
         values = values[own_slices(param.shape, param)]
-    if values.shape != shard_of(param).shape:
+    if values.shape != on_this_rank(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
     fp8_experts = is_fp8_experts(param)
     tensors = new.new_state(name, values.shape, values.device, fp8_experts)
@@ -196,7 +192,7 @@ def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: We
 
 def new_state(param: nn.Parameter, settings: Settings) -> WeightState:
     """Return a parameter's state before its first step; the state of a sharded weight is sharded alike."""
-    weight = shard_of(param.detach())
+    weight = on_this_rank(param.detach())
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
     moments = new_moments(settings.moments_of(param), weight)
     return {"step": step} | sharded_like(moments, param) | new_master(param, settings.master)
@@ -213,7 +209,7 @@ def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]
 def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     """Return a weight's master in its state, and its kind's index, as several kinds have equal names and dtypes."""
     chosen = MasterForm.of(param, master)
-    state = sharded_like(chosen.new_state(shard_of(param.detach())), param)
+    state = sharded_like(chosen.new_state(on_this_rank(param.detach())), param)
     if state:
         state["master_kind"] = torch.tensor([*MASTER_KINDS].index(chosen.kind), dtype=torch.uint8, device="cpu")
     return state
@@ -246,7 +242,7 @@ def for_kernel(
 
     RuntimeError if the state was made while the weight was stored otherwise.
     """
-    tensors = {name: shard_of(value) for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {name: on_this_rank(value) for name, value in state.items() if isinstance(value, Tensor)}
     scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
     # weights in FP8 have an amax for each scale
     if getattr(scale_inv, "shape", None) != getattr(tensors.get("master_amax"), "shape", None):
@@ -362,10 +358,10 @@ def _without_stale_moments(saved_state: WeightState, names: Iterable[str], state
 
 def _copy(state: WeightState, saved_state: WeightState, names: list[str]) -> bool:
     """Copy named tensors, plain or sharded, from a saved state if dtypes and shapes match; return whether they do."""
-    pairs = [(shard_of(state[name]), saved_state.get(name)) for name in names]
+    pairs = [(on_this_rank(state[name]), saved_state.get(name)) for name in names]
     for into, other in pairs:
-        if not isinstance(other, Tensor) or other.dtype != into.dtype or shard_of(other).shape != into.shape:
+        if not isinstance(other, Tensor) or other.dtype != into.dtype or on_this_rank(other).shape != into.shape:
             return False
     for into, other in pairs:
-        into.copy_(shard_of(other))  # type: ignore[arg-type]
+        into.copy_(on_this_rank(other))  # type: ignore[arg-type]
     return True

@@ -117,8 +117,7 @@ class State(NamedTuple):
 
     def in_force(self, role: int) -> Tensor:
         """Return the scales that this role's casts read: in a backward pass, recomputing too, those from before it."""
-        is_gradient = role == GRAD_OUTPUT
-        if is_gradient or (not torch.compiler.is_compiling() and backward_pass.is_running()):
+        if role == GRAD_OUTPUT or (not torch.compiler.is_compiling() and backward_pass.is_running()):
             return kernels.scales_of_pass(self.scale, self.before)
         return self.scale
 

@@ -111,8 +111,7 @@ class Target:
 
     def recipes_of(self, model: nn.Module) -> list[Recipe]:
         """Return the phase's recipe of each of a model's octavo modules, in their order."""
-        named = model.named_modules()
-        return [self.phase.recipe.of(*module.names(name)) for name, module in named if isinstance(module, RecipeModule)]
+        return [self.phase.recipe.of(*module.names(name)) for name, module in RecipeModule.named_in(model)]
 
     def conversion(self, model: nn.Module) -> Conversion:
         """Return the conversion that puts a model's weights, and its optimizer, into the phase."""
@@ -158,7 +157,7 @@ def _settings_of(phase: Phase, optimizer: Optimizer, last: Settings | None) -> S
 
 def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that products read in FP8, except those of experts."""
-    layers = [m for m in model.modules() if isinstance(m, RecipeModule) and not m.recipe.is_high_precision]
+    layers = [module for _, module in RecipeModule.named_in(model) if not module.recipe.is_high_precision]
     named = (pair for layer in layers for pair in layer.named_parameters())
     return [param for name, param in named if name.rpartition(".")[2] == "weight" and param.ndim < 3]
 

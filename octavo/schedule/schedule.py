@@ -29,7 +29,7 @@ from octavo.schedule.plan import Plan, plan_of
 NOT_FINITE, SPIKE = 1, 2
 FAULTS = {NOT_FINITE: "a gradient or the loss is not finite", SPIKE: "the loss is a spike"}
 DEVIATIONS = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
-LEAST = 1e-3  # the least deviation, as a share of the median: a loss that hardly moves has no spikes
+LEAST_DEVIATION = 1e-3  # the least deviation, as a share of the median: a loss that hardly moves has no spikes
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class LossWatch:
         """Return by how many robust standard deviations a loss exceeds the median; 0 until half a window is filled."""
         median = self.losses.nanmedian()
         deviation = DEVIATIONS * (self.losses - median).abs().nanmedian()
-        deviation = torch.maximum(deviation, LEAST * median.abs())
+        deviation = torch.maximum(deviation, LEAST_DEVIATION * median.abs())
         return torch.where(self.seen * 2 >= self.policy.window, (loss - median) / deviation, 0.0)
 
 
@@ -365,9 +365,8 @@ class PrecisionSchedule:
             for_good = policy.attempts is not None and progress.recoveries > policy.attempts
             progress.recovering = FOR_GOOD if for_good else policy.steps
             progress.rescued = self.index
-            for module in self.model.modules():
-                if isinstance(module, RecipeModule):
-                    module.reset_delayed_state()  # it may hold amaxes of a faulty step
+            for _, module in RecipeModule.named_in(self.model):
+                module.reset_delayed_state()  # it may hold amaxes of a faulty step
             reason = " and ".join(text for bit, text in FAULTS.items() if faults & bit)
             again = f", after {policy.attempts} recoveries" if for_good else ""
             self._enter(self._recovery_targets[self.index], -1, reason + again)

@@ -1,4 +1,4 @@
-"""Messages between ranks, and torch.distributed's collectives by the names that they have in each release.
+"""Messages between ranks, and the collectives that send them, compiled too.
 
     what travels in training             as                                        sent by
     a weight under FSDP2                 codes and scales, or in its dtype         weights/gathered.py, fsdp2.py
@@ -30,15 +30,6 @@ from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import lie_by_columns
 from octavo.numerics import exponents_of, powers_of, scale_inv_dtype
 from octavo.private import c10d_ops
-
-
-def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
-    """Fill ``whole`` with all ranks' ``part``, in the order of ranks; returns the work to wait for if ``async_op``."""
-    import torch.distributed as dist
-
-    # torch 2.13 warns of the name that 2.11 has
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, part, group=group, async_op=async_op)
 
 
 def maximum_over_ranks(values: Tensor, *groups: Any, device: torch.device | str | None = None) -> Tensor:

@@ -5,6 +5,7 @@ Both have gradients here, and not in autograd/: the pair must be differentiable 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -306,12 +307,9 @@ def _slice(
 def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[ScaledTensor, ...]:
     if pair.format.is_packed and dim % pair.ndim == pair.ndim - 1:
         return NotImplemented
-    pairs, start = [], 0
-    for codes in func(pair.qdata, sizes, dim):  # torch checks the sizes
-        stop = start + codes.shape[dim]
-        pairs.append(_slice(aten.slice.Tensor, pair, dim, start, stop))
-        start = stop
-    return tuple(pairs)
+    lengths = [codes.shape[dim] for codes in func(pair.qdata, sizes, dim)]  # torch checks the sizes
+    ends = zip(lengths, itertools.accumulate(lengths), strict=True)
+    return tuple(_slice(aten.slice.Tensor, pair, dim, end - length, end) for length, end in ends)
 
 
 def _as_strided(

@@ -25,7 +25,7 @@ from octavo.recipes import NAMED, as_recipe
 from octavo.scaling.recipe import Recipe, RecipeMap
 
 CONFIG_FILE = "config.json"
-RULES = "rules.json"  # what `octavo inspect RUN --apply` writes beside it, and --config RUN reads as the recipe
+RULES_FILE = "rules.json"  # what `octavo inspect RUN --apply` writes beside it, and --config RUN reads as the recipe
 AUTO = "auto"
 
 
@@ -52,13 +52,13 @@ def train_errors(before: str = "") -> Iterator[None]:
 
 VOCABULARY = 256  # bytes
 BASELINE = "baseline"  # the model as it is built; such a run is named after its dtype:
-DTYPES = {"bfloat16": "bf16", "float32": "float32"}
-UNCONVERTED = (BASELINE, *DTYPES.values())
+NAMES_BY_DTYPE = {"bfloat16": "bf16", "float32": "float32"}
+UNCONVERTED = (BASELINE, *NAMES_BY_DTYPE.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 RECIPES = (*UNCONVERTED, *NAMED)
 OUTSTANDING = r"(?:(\d+)(KB|MB|GB)?)?"  # bytes of gradients, or nothing
-SMALLEST = math.ulp(0.0)  # above 0
-LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
+ABOVE_0 = math.ulp(0.0)  # above 0
+LARGEST_INTEGER = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
 
 def option(default: Any, help: str, *limits: float, metavar: str = "") -> Any:
@@ -93,12 +93,12 @@ def why_refused(field: Field[Any], value: object) -> str | None:
     elif words:
         fits, choice = value in words, f"{', '.join(words[:-1])} or {words[-1]}"
     elif isinstance(default, int):
-        fits = type(value) is int and limits[0] <= value <= LARGEST
-        choice = f"a whole number from {limits[0]} to {LARGEST}"
+        fits = type(value) is int and limits[0] <= value <= LARGEST_INTEGER
+        choice = f"a whole number from {limits[0]} to {LARGEST_INTEGER}"
     elif isinstance(default, float):
         low, high = limits
         fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-        choice = f"a number {'above 0' if low == SMALLEST else f'from {low:g}'} up to {high:g}"
+        choice = f"a number {'above 0' if low == ABOVE_0 else f'from {low:g}'} up to {high:g}"
     else:
         fits, choice = isinstance(value, field.type), "a Path" if default is None else "a string"  # type: ignore[arg-type]
     return None if fits else f"choose {choice}"
@@ -185,7 +185,7 @@ class OptimizerConfig(_Checked):
     """AdamW, or Muon beside it, with a linear warmup and a cosine decay."""
 
     steps: int = option(200, "optimizer steps", 1)
-    lr: float = option(1.5e-3, "peak learning rate", SMALLEST, 1e3, metavar="RATE")
+    lr: float = option(1.5e-3, "peak learning rate", ABOVE_0, 1e3, metavar="RATE")
     final_lr: float = option(0.01, "last learning rate, as a share of the peak", 0, 1, metavar="SHARE")
     warmup: float = option(0.1, "share of the steps in which the learning rate rises", 0, 1, metavar="SHARE")
     weight_decay: float = option(0.1, "decoupled weight decay of the matrices", 0, 1)
@@ -342,12 +342,12 @@ class TrainConfig:
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> Self:
         """Return the options with a dtype instead of `auto`: the one that a recipe or master needs, or the fastest."""
-        demanded = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
+        demanded = {dtype for dtype, name in NAMES_BY_DTYPE.items() if name in recipes or dtype == self.run.dtype}
         demanded |= {"bfloat16"} if self.state.bf16_weights else set()
         if len(demanded) > 1:
             raise TrainError(
                 f"recipe {', '.join(map(str, recipes))}, dtype {self.run.dtype} and master {self.state.master} mean "
-                f"both {' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
+                f"both {' and '.join(NAMES_BY_DTYPE)}: choose one dtype, and recipe {BASELINE} for the run in it"
             )
         dtype: Any = demanded.pop() if demanded else fastest
         return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=dtype))
@@ -364,7 +364,7 @@ class TrainConfig:
         """Return the name of a run of this recipe; for a baseline the dtype's, which must not be "auto" any more."""
         default = recipe.default if isinstance(recipe, RecipeMap) else recipe
         name = default if isinstance(default, str) else default.name
-        return DTYPES[self.run.dtype] if name in UNCONVERTED else name
+        return NAMES_BY_DTYPE[self.run.dtype] if name in UNCONVERTED else name
 
     def identity(self) -> dict[str, int | float | str]:
         """Return the options that decide the loss curve: a run can only be resumed with the same ones.
@@ -426,8 +426,8 @@ def load_options(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe"}):
         fault = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
         raise TrainError(f"{file}: {fault}: choose recipe, {', '.join(SECTIONS)}")
-    if file != path and (path / RULES).exists():
-        content["recipe"] = str(path / RULES)
+    if file != path and (path / RULES_FILE).exists():
+        content["recipe"] = str(path / RULES_FILE)
     options: dict[str, Any] = {}
     for name, values in content.items():
         with train_errors(f"{file}: "):

@@ -46,7 +46,7 @@ from octavo.weights.fsdp2 import whole
 
 DEFAULT_STATE = StateConfig()
 
-BELOW = 0.06  # auto's threshold: the default run crosses it after three quarters; benchmarks/training/adaptive.py
+AUTO_RATIO = 0.06  # auto's threshold: the default run crosses it after three quarters; benchmarks/training/adaptive.py
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
@@ -59,7 +59,7 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
         TrainError: for a schedule whose phases begin in no step of the run.
     """
     if text == AUTO:
-        return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=BELOW)]
+        return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=AUTO_RATIO)]
     first, *later = text.split("-then-")
     phases, previous_start = [_phase(first, recipe, state)], 0
     for words in later:

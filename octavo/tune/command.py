@@ -21,7 +21,7 @@ from octavo.kernels.capability import runs_natively
 if TYPE_CHECKING:
     from octavo.tune.tuner import Tuned
 
-LEAST = 15  # seconds: no kind takes less
+LEAST_SECONDS = 15  # seconds: no kind takes less
 
 
 class TuneError(OctavoError, RuntimeError):
@@ -96,7 +96,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
         print(f"{len(tasks)} configurations compiled ahead; failed: {failures[:3] or 'none'}", flush=True)
     try:
         for kind in kinds:
-            if deadline.left() < LEAST:
+            if deadline.left() < LEAST_SECONDS:
                 print(f"{kind}: left out, no time", flush=True)
                 continue
             try:

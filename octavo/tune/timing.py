@@ -143,9 +143,8 @@ def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], m
 def _attempt(function: Callable[..., Any], task: tuple[Any, ...]) -> str:
     try:
         function(*task)
-        if ON_GPU:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # for the other processes
+        synchronize()
+        torch.cuda.empty_cache()  # for the other processes
         return ""
     except Exception as error:
         return describe(error)

@@ -17,7 +17,7 @@ import torch
 
 from octavo.kernels.triton import cases
 from octavo.kernels.triton.launch import TileTable
-from octavo.tune.timing import ON_GPU, timings
+from octavo.tune.timing import timings
 
 LIBRARY = "library"
 FINALISTS = 6
@@ -149,8 +149,7 @@ def tune(kind: str, extent: Extent, rows: Mapping[str, TableRows]) -> Tuned:
             return _tune_library(extent) if kind == LIBRARY else _tune_kind(kind, extent)
     finally:  # memory for the next kind
         call_of.cache_clear()
-        if ON_GPU:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def _tune_kind(kind: str, extent: Extent) -> Tuned:

@@ -7,6 +7,14 @@
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
+Functions that say whether and how a tensor is sharded:
+
+    is_dtensor      whether it is a DTensor, sharded or whole on each rank (octavo/private.py)
+    sharded_dims    its dimensions that are sharded, each with the dimension of the mesh that it is sharded over
+    is_sharded      whether there are any
+    groups_of       the process groups between whose ranks it is sharded
+    own_slices      this rank's part of it, as slices
+
 Functions that return a part, or the whole, of a tensor that may be sharded; any other tensor comes back as it is:
 
     function          of a DTensor of plain shards        of a DTensor of StoredWeights     of a StoredWeight alone
@@ -24,8 +32,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -34,12 +41,14 @@ from torch import Tensor, nn
 from octavo import private
 from octavo.private import (
     DisableTorchFunctionSubclass,
+    fsdp_modules,
     fsdp_params,
+    is_dtensor,
     local_tensor,
     preserve_version_counter,
     set_local_tensor,
 )
-from octavo.tensor.collectives import all_gather, maximum_over_ranks
+from octavo.tensor.collectives import gathered_parts, maximum_over_ranks
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.reader import WeightReader
@@ -198,8 +207,7 @@ def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
 
     ``mesh_dim``: the dimension of its mesh that it is sharded over; a parameter that is not is left as it is.
     """
-    placements = getattr(param, "placements", ())
-    if not 0 <= mesh_dim < len(placements) or getattr(placements[mesh_dim], "dim", None) is None:
+    if mesh_dim not in [sharded_mesh_dim for _, sharded_mesh_dim in sharded_dims(param)]:
         return False
     if type(local := local_tensor(param)) is Tensor:
         local = local.as_subclass(ShardedWeight.of(part))
@@ -209,8 +217,30 @@ def attach(param: Any, mesh_dim: int, part: str = "") -> bool:
     return isinstance(local, ShardHooks)
 
 
+def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (tensor dimension, mesh dimension) of each sharding; none for a plain or replicated tensor.
+
+    Where ranks have terms of a sum the tensor dimension is 0.
+    """
+    for mesh_dim, placement in enumerate(getattr(tensor, "placements", ())):
+        if not placement.is_replicate():
+            yield getattr(placement, "dim", 0) % max(tensor.ndim, 1), mesh_dim
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks have shards of a tensor, or terms of its sum."""
+    return any(True for _ in sharded_dims(tensor))
+
+
+def groups_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the process groups of ranks that share a tensor, one for each mesh dimension that shards it."""
+    return tuple(tensor.device_mesh.get_group(mesh_dim) for _, mesh_dim in sharded_dims(tensor))  # type: ignore[attr-defined]
+
+
 def on_this_rank(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
+    if type(tensor) in (Tensor, nn.Parameter):  # sooner, as optimizers ask it for each tensor of each step
+        return tensor
     shard: Tensor = local_tensor(tensor)
     return shard.as_subclass(Tensor) if isinstance(shard, ShardedWeight) else shard
 
@@ -226,7 +256,7 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, columns_dim: i
 
     ``columns_dim``: the dimension of the new tensor that is sharded where ``param``'s last one is; None: the same one.
     """
-    if not hasattr(param, "placements"):
+    if not is_dtensor(param):
         return local
     from torch.distributed.tensor import DTensor, Shard
 
@@ -241,27 +271,21 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, columns_dim: i
 def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
     """Return this rank's slices of a tensor of this shape that is sharded as ``param`` is: all, if it is whole."""
     sizes, begins = shape, [0] * len(shape)
-    if hasattr(param, "placements"):
+    if is_dtensor(param):
         sizes, begins = private.local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
-def groups_of(param: Tensor) -> tuple[Any, ...]:
-    """Return the process groups of ranks that share a sharded weight, one for each mesh dimension that shards it."""
-    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-
-
 def maximum_over_shards(values: Tensor, param: Tensor) -> Tensor:
     """Return the largest of each of ``values`` over the ranks that share a weight; all call it if it is sharded."""
-    if on_this_rank(param) is param:
+    if not is_dtensor(param):
         return values
     return maximum_over_ranks(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 
 def whole(value: T) -> T:
     """Return a sharded tensor, or norm, as a whole on its mesh's device: all ranks call it; else ``value``."""
-    if not hasattr(value, "full_tensor"):
+    if not is_dtensor(value):
         return value
     sharded: Any = without_hooks(value)
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # it may be offloaded
@@ -279,19 +303,14 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: MixedPrecisionPoli
     mesh = meshes if meshes.ndim == 1 else meshes[meshes.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, hook = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
-    outputs = []
-    for sent in map(Tensor.contiguous, inputs):
-        outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
-        all_gather(outputs[-1], sent, mesh.get_group())
-    dtype = mp_policy.param_dtype or param.dtype
-    weight, _ = local.fsdp_post_all_gather(tuple(outputs), hook, dtype)  # type: ignore[misc]
+    group = mesh.get_group().group_name
+    outputs = tuple(gathered_parts(sent.contiguous(), mesh.size(), group) for sent in inputs)
+    weight, _ = local.fsdp_post_all_gather(outputs, hook, mp_policy.param_dtype or param.dtype)  # type: ignore[misc]
     return weight
 
 
 def mp_policies(model: nn.Module) -> dict[int, MixedPrecisionPolicy]:
     """Return FSDP2's mixed-precision policy of each sharded parameter, by its id; {} where nothing is sharded."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return {}
     return {id(param.sharded): param.mp_policy for param in fsdp_params(model)}
 
 
@@ -308,14 +327,10 @@ def forget_failed_pass(model: nn.Module) -> bool:
 
     Shards keep their gradients. Torch has ``reset_iter_state`` from 2.13 on, which from 2.15 on drops these too.
     """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return True
-    from torch.distributed.fsdp import FSDPModule
-
     gradients = [(param.sharded, param.sharded.grad) for param in fsdp_params(model)]
     inner: set[nn.Module] = set()
-    for module in model.modules():  # outer ones first
-        if isinstance(module, FSDPModule) and module not in inner:
+    for module in fsdp_modules(model):
+        if module not in inner:
             if not hasattr(module, "reset_iter_state"):
                 return False
             module.reset_iter_state()
@@ -325,11 +340,10 @@ def forget_failed_pass(model: nn.Module) -> bool:
     return True
 
 
-def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
-    """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
-    taken = {id(param) for param in params}
-    for param in fsdp_params(model):
-        if id(param.sharded) in taken:
+def take_shard(model: nn.Module, weight: Tensor) -> None:
+    """Make FSDP2 take the shard that a weight was given, after ``forget_gathered``, if it shards the weight."""
+    for param in fsdp_params(model) if is_dtensor(weight) else ():
+        if param.sharded is weight:
             attach(param.sharded, param.mesh_dim, getattr(param.shard, "part", ""))
             param.take_shard()
 

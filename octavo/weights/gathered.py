@@ -46,7 +46,7 @@ from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
 from octavo.granularity import ALL
 from octavo.kernels.backward_pass import is_running
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.private import DisableTorchFunctionSubclass, local_tensor
+from octavo.private import DisableTorchFunctionSubclass, is_dtensor, local_tensor
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS, SeenWrites
 from octavo.tensor.collectives import check_ranks_agree, maximum_over_ranks
@@ -71,8 +71,6 @@ from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, st
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
 
 class Unshard(NamedTuple):
@@ -127,7 +125,7 @@ class Way:
     ``why``: the reason why it is not "in FP8", if it is not.
     """
 
-    kind = AS_IT_IS
+    kind = "as it is"
 
     def __init__(self, why: str = "") -> None:
         self.why = why
@@ -143,12 +141,11 @@ class Way:
 class AsStored(Way):
     """The way of a weight that lives in FP8: its codes, and the scales of blocks and of experts."""
 
-    kind = AS_STORED
+    kind = "as stored"
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
-        gather, module, shard = unshard.gather, unshard.module, unshard.shard
-        mesh, shape = unshard.mesh, unshard.shape
+        gather, module, shard, mesh, shape, _ = unshard
         assert isinstance(shard, StoredWeight)
         if shard.facts.scale_is_local:
             agree_on_scale(gather.parameter)
@@ -175,17 +172,17 @@ class AsStored(Way):
 class CastAfter(Way):
     """The way of a weight that is sent in high precision, and that every rank casts whole, once an unshard."""
 
-    kind = CAST_AFTER
+    kind = "cast after"
 
     def send(self, unshard: Unshard) -> FirstHookResult:
         """Return the shard in the dtype that is cast, and FSDP2's second hook."""
-        gather, module, shard = unshard.gather, unshard.module, unshard.shard
-        mesh, shape, recipe = unshard.mesh, unshard.shape, module.fp8.recipe
+        gather, module, shard, mesh, shape, mp_policy = unshard
+        recipe = module.fp8.recipe
         if not is_running():
             gather.begin(module)
         # one rank sends nothing: a weight that several would send in FP8 is cast from its own dtype, as they would
         casts_own_dtype = mesh.size() == 1 and recipe.weight_casts.coincide
-        dtype = shard.dtype if casts_own_dtype else unshard.mp_policy.param_dtype or shard.dtype
+        dtype = shard.dtype if casts_own_dtype else mp_policy.param_dtype or shard.dtype
 
         def read(received: Sequence[Tensor]) -> Operands:
             weight, state = without_padding(received[0], shape), module.fp8.state
@@ -252,7 +249,7 @@ class InFP8(Way):
         step: the last step of the weight's optimizer before that cast, under Delayed.
     """
 
-    kind = IN_FP8
+    kind = "in FP8"
 
     def __init__(self, gather: Gather, shard_cast: ShardCast) -> None:
         super().__init__()
@@ -453,7 +450,7 @@ class Gather:
 
 def _mesh_dim_of(parameter: Any, replaced: Any) -> int:
     """Return the mesh dimension over which FSDP2 shards a parameter that replaces another; negative: no Gather's."""
-    ndim, inner_ndim = (getattr(getattr(one, "device_mesh", None), "ndim", 0) for one in (parameter, replaced))
+    ndim, inner_ndim = (one.device_mesh.ndim if is_dtensor(one) else 0 for one in (parameter, replaced))
     # FSDP2's dimension is before those of tensor parallelism; experts that are spread over ranks are gathered as stored
     return -1 if inner_ndim and parameter.ndim == 3 else ndim - 1 - inner_ndim
 
@@ -463,7 +460,7 @@ def _refuse_second_shard(parameter: Any, replaced: Any) -> None:
 
     Torch 2.13 refuses this only when it first runs; with 2.11 the two shards drift apart silently.
     """
-    if on_this_rank(replaced) is replaced and replaced.__dict__.setdefault("_sharded", parameter) is not parameter:
+    if not is_dtensor(replaced) and replaced.__dict__.setdefault("_sharded", parameter) is not parameter:
         raise ValueError("fully_shard was applied to two modules that share a weight: apply it to one that holds both")
 
 
@@ -519,13 +516,12 @@ class GatherGroup:
         self.settings = {} if settings is None else settings
         self.backwards = 0
         self._checked_meshes: set[DeviceMesh] = set()  # those whose ranks have compared the settings
-        self._modules: list[weakref.ref[WeightReader]] = []  # that multiply by the weights
+        self._modules = weakref.WeakKeyDictionary[Any, None]()  # in order; each multiplies by one of the weights
         self._last_casts: torch.cuda.Event | None = None  # after them
 
     def add(self, module: WeightReader) -> None:
         """Add a module whose weight was sharded; all ranks add them in one order."""
-        if all(reference() is not module for reference in self._modules):
-            self._modules.append(weakref.ref(module))
+        self._modules[module] = None
 
     def check_ranks_agree(self, mesh: DeviceMesh) -> None:
         """Raise RanksDifferError, once for each mesh, if its ranks have converted the model by different settings."""
@@ -535,8 +531,8 @@ class GatherGroup:
 
     def gathers_on(self, mesh: DeviceMesh) -> list[tuple[WeightReader, Gather]]:
         """Return the modules whose weights are sharded over a mesh, in one order on all ranks, with their gathers."""
-        alive: list[Any] = [module for reference in self._modules if (module := reference()) is not None]
-        gathers = [(module, module.fp8.gather) for module in alive if hasattr(module, "fp8")]  # octavo.restore takes it
+        with_state = [module for module in self._modules if hasattr(module, "fp8")]  # octavo.restore takes it
+        gathers = [(module, module.fp8.gather) for module in with_state]
         return [(module, one) for module, one in gathers if one.group is self and one.parameter.device_mesh == mesh]
 
     def cast_shards(self, weight_mesh: DeviceMesh, mesh: DeviceMesh) -> None:

@@ -31,7 +31,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.granularity import MX, Granularity
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
-from octavo.private import is_under_fsdp, tracing_state
+from octavo.private import is_dtensor, is_under_fsdp, parameter_registration_hooks, tracing_state
 from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, WeightSource
@@ -59,6 +59,17 @@ class WeightOwner(nn.Module):
         if (stored := local_stored(weight_of(self))) is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
         return stored.scale_inv
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; let weights/gathered.py gather a weight that FSDP2 has sharded."""
+        parameters = self.__dict__.get("_parameters")
+        if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
+            if (reader := self.weight_readers.get(name)) is not None:
+                reader.take_parameter(value, parameters[name])
+            if not parameter_registration_hooks:
+                parameters[name] = value  # as torch does after checks; FSDP2 sets weights four times a step
+                return
+        super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute, but refuse a weight in FP8, which parametrizations would replace by a computed one."""
@@ -195,7 +206,7 @@ def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tup
     """
     parameter = module.weight_parameter
     weight: Tensor = parameter
-    if on_this_rank(parameter) is not parameter:
+    if is_dtensor(parameter):
         if (stored := local_stored(parameter)) is not None:
             codes, scale_inv = whole_pair(parameter, stored)
             return (codes.mT, scale_inv.mT) if module.stores_transposed else (codes, scale_inv)
@@ -226,8 +237,7 @@ def fresh_state(module: WeightReader, parameter: Tensor | None, training: bool, 
     if training and not torch.compiler.is_compiling():
         weight = parameter if isinstance(parameter, nn.Parameter) else weight_of(module)
         if isinstance(weight, nn.Parameter):  # functional_call may have put another tensor in its place
-            local = weight if type(weight) is nn.Parameter else on_this_rank(weight)
-            if type(local) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
+            if type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # its optimizer alone writes one in FP8
                 forget_if_written(module, weight)
     return module.fp8.state_on(device)
 
@@ -254,7 +264,7 @@ def widened(weight: Any) -> Tensor:
     if not isinstance(on_this_rank(weight), HOLDING_CODES):
         return weight
     _refuse_tracing()
-    if not hasattr(weight, "to_local"):
+    if not is_dtensor(weight):
         return dequantized(weight)
     from torch.distributed.tensor import DTensor
 

@@ -42,6 +42,9 @@ class WeightReader(Protocol):
     def settings(self) -> dict[str, object]:
         """Return the settings beside its recipe that must be equal on all ranks, by name."""
 
+    def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None) -> None:
+        """Note that the parameter ``weight`` replaces ``whole``."""
+
     def weight_was_loaded(self, load: object) -> None:
         """Forget state of the weight before a load."""
 

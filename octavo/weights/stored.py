@@ -32,12 +32,18 @@ from octavo.formats import E4M3
 from octavo.granularity import ALL, Granularity, PerTensor, tiles_along
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
-from octavo.private import hooks_of, set_hooks, set_local_tensor, swap_tensor_impl
+from octavo.private import hooks_of, is_dtensor, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.scaling.recipe import WEIGHT, Recipe
 from octavo.tensor.pair import Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED
-from octavo.weights.fsdp2 import FirstHookResult, ShardHooks, like_sharded, maximum_over_shards, on_this_rank
+from octavo.weights.fsdp2 import (
+    FirstHookResult,
+    ShardHooks,
+    like_sharded,
+    maximum_over_shards,
+    on_this_rank,
+)
 from octavo.weights.reader import WeightReader
 from octavo.weights.storable import (
     FROZEN_ONLY,
@@ -178,7 +184,7 @@ class StoredWeight(ShardHooks, Pair):
                 "of codes serve the forward product and its gradient; frozen ones by rows or 1 x 32, too"
             )
         like = weight if like is None else like
-        is_shard = amax is not None or on_this_rank(like) is not like
+        is_shard = amax is not None or is_dtensor(like)
         weight, tile = weight.detach().contiguous(), granularity.tile
         if is_shard and granularity == PerTensor() and weight.ndim == 2:
             amax = maximum_over_shards(kernels.amax(weight, tile), like) if amax is None else amax
@@ -504,7 +510,7 @@ def put_into(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
     ``parameter`` is a leaf; it takes the memory of ``tensor``, which is of its shape. Of a sharded one, which keeps all
     the rest, ``tensor`` is this rank's shard.
     """
-    if on_this_rank(parameter) is not parameter:
+    if is_dtensor(parameter):
         set_local_tensor(parameter, tensor)
         return
     other = torch.nn.Parameter(tensor.detach(), parameter.requires_grad)
@@ -534,7 +540,7 @@ def _refuse(gradients: Any) -> NoReturn:
 @torch.no_grad()
 def take_values(target: Tensor, values: Tensor) -> None:
     """Copy this rank's part of new values into a tensor; a parameter on the meta device takes them as they are."""
-    if (local := on_this_rank(target)).is_meta:
+    if on_this_rank(target).is_meta:
         put_into(target, values)  # type: ignore[arg-type]
     else:
-        target.copy_(values if local is target else like_sharded(values, target, target.shape))
+        target.copy_(like_sharded(values, target, target.shape))

@@ -15,9 +15,11 @@ import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, HigherOrderGradientError, PerBlock, PerRow, PerTensor, Recipe
 from octavo.autograd import linear_cross_entropy as module
 from octavo.autograd.linear_cross_entropy import join_scales
+from octavo.granularity import PADDING
 from octavo.nn import linear_cross_entropy
 from octavo.nn.saved import saved_by_kind
 from octavo.numerics import E8M0
+from tests.support.casts import poisoned_memory
 from tests.support.combinations import each_pair
 from tests.support.freed import Fsdp, Zero3
 from tests.support.helpers import FP8_RECIPES
@@ -79,6 +81,12 @@ def in_float64(x: Tensor, head: octavo.nn.Linear, target: Tensor, factor: float 
     return [loss.detach(), *torch.autograd.grad(loss * factor, tensors)]
 
 
+def lay_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay codes for products as on Hopper, transposed by themselves and padded."""
+    for name in ("octavo.autograd.casts", "octavo.autograd.linear_cross_entropy", "octavo.kernels.layouts"):
+        monkeypatch.setattr(f"{name}.needs_transposed_codes", lambda device: True)
+
+
 def error(one: Tensor, true: Tensor) -> float:
     return float((one.double() - true).norm() / true.norm())
 
@@ -95,9 +103,8 @@ def error(one: Tensor, true: Tensor) -> float:
 )
 def test_against_float64_and_beside_the_parts(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS", case["rows"])
-    if case["lays"]:  # Hopper's codes, transposed by themselves and padded
-        for name in ("octavo.autograd.casts", "octavo.autograd.linear_cross_entropy", "octavo.kernels.layouts"):
-            monkeypatch.setattr(f"{name}.needs_transposed_codes", lambda device: True)
+    if case["lays"]:
+        lay_codes(monkeypatch)
     recipe = ALL_RECIPES[case["name"]]()
     head, (x, target) = head_of(recipe, case["dtype"], case["bias"]), batch(dtype=case["dtype"])
     options = {"reduction": case["reduction"], "label_smoothing": case["smoothing"], "softcap": case["softcap"]}
@@ -255,6 +262,19 @@ def test_logits_of_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     head, (x, target) = head_of(octavo.recipes.dynamic()), batch(150)
     step(linear_cross_entropy, head, x, target)
     assert [tuple(shape) for shape in shapes] == [(64, 200), (64, 200), (22, 200)]
+
+
+def test_the_padding_behind_the_last_chunk_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk's rows are a multiple of PADDING, though ROWS is none: what lies behind the last's would be NaN."""
+    lay_codes(monkeypatch)
+    monkeypatch.setattr(module, "ROWS", PADDING + PADDING // 2)
+    for recipe in (octavo.recipes.dynamic(), octavo.recipes.mx()):
+        for rows in (1, module.ROWS - 1, 2 * module.ROWS - 1):
+            head, (x, target) = head_of(recipe), batch(rows + 1)
+            with poisoned_memory():
+                ours = step(linear_cross_entropy, head, x[1:], target[1:])  # of the first row there is no target
+            exact = in_float64(x[1:], head, target[1:])
+            assert all(error(one, true) < 0.06 for one, true in zip(ours, exact, strict=True)), (recipe.name, rows)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])

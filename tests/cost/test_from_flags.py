@@ -39,7 +39,7 @@ def test_a_hugging_face_configuration(tmp_path: Path, capsys: Any, monkeypatch: 
     for flags, says in ((["--layers", "9"], "--layers"), (["--width", "2", "--heads", "1"], "--heads, --width")):
         assert cli.main(["plan", str(tmp_path), "--device", "H200", *flags]) == 2
         assert f"{says}: the model's sizes are those of {tmp_path}" in capsys.readouterr().err
-    monkeypatch.setattr(steps, "RECIPES", {"dynamic": recipes.dynamic})
+    monkeypatch.setattr(steps, "COMPARED", ("dynamic",))
     assert context_of(model) == 2048  # a Llama's, where the file says nothing else
     assert cli.main(["plan", str(tmp_path), "--device", "H200", "--tokens", "2048", "--context", "64"]) == 0
     assert "32 sequences of 64 tokens" in capsys.readouterr().out

@@ -35,12 +35,12 @@ def test_which_steps_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "estimate", note)
     tokens = (torch.empty(4, 16, dtype=torch.int64, device="meta"),)
     plans = steps.estimates(model, tokens, H200, head="dynamic_with_output_hp", chunked_loss=True, fuse=True)
-    assert [each.name for each in plans[2:]] == list(steps.RECIPES)
+    assert [each.name for each in plans[2:]] == list(steps.COMPARED)
     assert asked[:2] == [(None, False, False), (None, True, False)]
-    for name, (recipe, fuse, chunked) in zip(steps.RECIPES, asked[2:], strict=True):
+    for name, (recipe, fuse, chunked) in zip(steps.COMPARED, asked[2:], strict=True):
         assert fuse and chunked and recipe.default.name == name
         assert [recipe.of(layer).name for layer in ("head", "blocks.0.mlp.fc1")] == ["dynamic_with_output_hp", name]
-    assert len(steps.estimates(model, tokens, H200, fuse=False)) == 1 + len(steps.RECIPES)
+    assert len(steps.estimates(model, tokens, H200, fuse=False)) == 1 + len(steps.COMPARED)
     stored = steps.estimates(model, tokens, H200, weight_storage="fp8", fuse=False)
     assert [each.name for each in stored[1:]] == ["dynamic", "delayed", "blockwise"]
     with pytest.raises(PlanError, match="--head dynamic: no layer of this model computes logits"):

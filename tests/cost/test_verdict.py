@@ -178,7 +178,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("octavo.cost.measure", lambda: rates_of_cpu)
     assert cli.main(["info", "--measure"]) == 0
     assert "at 16384 tokens from 1024 features on" in capsys.readouterr().out
-    monkeypatch.setattr(steps, "RECIPES", {name: steps.RECIPES[name] for name in ("dynamic", "mx")})
+    monkeypatch.setattr(steps, "COMPARED", ("dynamic", "mx"))
     assert cli.main(["plan", *size, "--algorithm", "muon", "--moments", "fp8", "--master", "split24"]) == 0
     text = capsys.readouterr().out
     assert "4 sequences of 32 tokens" in text and "Don't" in text and "by muon, moments fp8, master split24" in text

@@ -36,13 +36,15 @@ def test_types_pages_and_configurations_are_of_the_layouts_of_the_table():
     assert [*get_args(FileLayout)] == [*of_files]
     rollout, export = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("rollout.md", "export.md"))
     assert re.findall(r'^\| `"(\S+)"` \|', rollout, re.MULTILINE) == [*LAYOUTS]
+    in_rollout = dict(re.findall(r'^\| `"(\S+)"` \|.*\| `(\{.+?\})`', rollout, re.MULTILINE))
     (columns,) = re.findall(r"^\| recipe \(by the weight's cast\) (.+)$", export, re.MULTILINE)
     assert re.findall(r'`"(\S+)"`', columns) == [*of_files]
     for name, layout in of_files.items():
         net = to_fp8(nn.Sequential(nn.Linear(128, 128)), getattr(recipes, layout.recipe)())
         net.append(nn.Linear(128, 128))
         config = layout.config(*entries(net, name)[1:])
-        assert config["quant_method"] == layout.method
+        assert config["quant_method"] == layout.method, name
+        assert json.loads(in_rollout.get(name, "{}")).items() <= config.items(), f"{name}: the page has other keys"
         assert '["1"]' in json.dumps(config), "a server has to know which matrices are in high precision"
 
 

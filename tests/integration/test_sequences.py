@@ -22,7 +22,7 @@ import octavo
 from octavo import kernels, recipes
 from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT
-from octavo.weights.gathered import IN_FP8
+from octavo.weights.gathered import InFP8
 from octavo.weights.stored import local_stored
 from tests.support.helpers import FP8_RECIPES
 from tests.support.sharded_weights import whole_stored
@@ -143,7 +143,7 @@ class Subject:
     def written_in_flight(self) -> None:
         """Note a write of weights: tensors in flight on ranks read it if weights are gathered anew for backward."""
         self.disturbed = True
-        if self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind != IN_FP8:
+        if self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind != InFP8.kind:
             self.in_flight = []
 
     def parameter(self, name: str = "weight") -> Any:
@@ -198,7 +198,7 @@ class Subject:
             self.written = self.replaced = self.swapped = False
         twin, scale_now = self.twin(weight), float(self.state.scale[WEIGHT])
         used = scale_now
-        if delayed and self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind == IN_FP8:
+        if delayed and self.mesh is not None and self.layer.fp8.gather.way(self.layer).kind == InFP8.kind:
             amax = float(weight.abs().max())
             moved = self.gathered not in (None, amax) and not self.stepped
             used = 0.0 if moved or used * amax > 2 * 448 else used  # far larger than before
@@ -327,7 +327,7 @@ class Subject:
                 parameter.copy_(parameter.dequantize() * factor)
             else:
                 unseen = self.mesh is not None and name == "foreach" and self.layer.recipe.delayed is not None
-                if unseen and self.layer.fp8.gather.way(self.layer).kind != IN_FP8:
+                if unseen and self.layer.fp8.gather.way(self.layer).kind != InFP8.kind:
                     return  # torch moves no version of a DTensor then, so that its history stays
                 WRITES[name](parameter, factor)
                 if unseen:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.granularity import PADDING
 from octavo.kernels import cpu
 from octavo.kernels.arguments import CastSource, CastTarget, Output, Scaling, new_cast
 from octavo.kernels.cpu import cast, codes
@@ -87,6 +88,13 @@ def test_the_cast_of_an_activations_gradient_casts_the_activation_too(ops: Ops) 
     """The activation is cast as by a cast of its own by that scale, in one layout."""
     options = {"source": ["gradient"], "how": ["commit", "delayed"], "h_tile": [None], "again": [True]}
     check_casts(ops, 3 if ops.kernels else 24, 5, **options)
+
+
+@pytest.mark.parametrize("source", ["tensor", "norm"])
+def test_rows_shorter_than_their_padding(ops: Ops, source: str) -> None:
+    """One element is cast by row or block to PADDING codes, of which all others are 0."""
+    options = {"source": [source], "tile": [(1, -1), (1, 8)], "layout": ["rows"], "shape": [(1, 1)], "pad": [PADDING]}
+    check_casts(ops, 2, 0, how=["cast"], transpose=[False], column_sum=[False], small=[False], **options)
 
 
 def test_one_element_is_the_largest_wherever_it_lies(ops: Ops) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.granularity import PADDING
 from octavo.kernels import cpu
 from octavo.kernels.cpu import codes
 from tests.kernels.conftest import Ops
@@ -71,8 +72,8 @@ def test_against_float64(ops: Ops, batch: int, monkeypatch: pytest.MonkeyPatch) 
 OF_CODES: dict[str, Any] = CASES | {
     "shape": [(0, 7), (1, 1), (5, 2), (7, 300), (130, 70), (128, 64)],  # the last: a whole tile
     "dtype_of_codes": [torch.float8_e5m2, torch.float8_e4m3fn],
-    "pad": [1, 16],
-    "first": [0, 16],
+    "pad": [1, PADDING],
+    "first": [0, PADDING],
     "written": [(True, True), (True, False), (False, True)],
 }
 
@@ -88,7 +89,8 @@ def check_codes(ops: Ops, case: dict[str, Any]) -> None:
     as_is, laid_ = case["written"]
     high = -(-rows // pad) * pad
     codes = torch.full((rows, -(-cols // pad) * pad) if as_is else (0, 0), 7.0).to(out)
-    transposed = torch.full((cols, first + high) if laid_ else (0, 0), 7.0).to(out)
+    of_all_rows = torch.full((cols, first + high + PADDING) if laid_ else (0, 0), 7.0).to(out)
+    transposed = of_all_rows[:, : first + high]
     ops.of("cross_entropy_codes")(laid(logits, case["layout"]), target, *how, lse, codes, transposed, first)
     x = logits.double().requires_grad_()
     (exact,) = torch.autograd.grad(truth_of(x, target, *how[1:]).sum(), x)
@@ -102,7 +104,8 @@ def check_codes(ops: Ops, case: dict[str, Any]) -> None:
     if laid_:
         values = transposed.double().t() / unit
         assert ((values[first : first + rows] - exact).abs() <= bound).all() and not values[first + rows :].any()
-        assert (values[:first] == 7.0 / unit).all()  # other rows' codes
+        other_rows = *of_all_rows.t()[:first], *of_all_rows.t()[first + high :]
+        assert all((codes_of_row.float() == 7.0).all() for codes_of_row in other_rows)
         assert not as_is or torch.equal(transposed.t()[first : first + rows].float(), codes[:, :cols].float())
 
 

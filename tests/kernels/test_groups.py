@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.granularity import scale_shape
+from octavo.granularity import PADDING, scale_shape
 from octavo.kernels.groups import (
     GroupPlace,
     check_offsets,
@@ -22,7 +22,7 @@ from tests.support.groups import SIZES, offsets_of, random_sizes, scale_slices, 
 def test_groups_follow_each_other_within_their_capacity(tile_rows: int) -> None:
     for sizes, ungrouped in (*SIZES, *map(random_sizes, range(200))):
         rows, groups = sum(sizes) + ungrouped, len(sizes)
-        for pad in (1, 16):
+        for pad in (1, PADDING):
             group_places = places(offsets_of(sizes).tolist(), tile_rows, pad)
             expected = zip(slices_of(sizes), scale_slices(sizes, tile_rows), slices_of(sizes, pad), strict=True)
             assert group_places == [GroupPlace(*place) for place in expected]
@@ -67,7 +67,7 @@ def test_other_padding_is_refused() -> None:
         padded_columns(10, 2, 3)
 
 
-@pytest.mark.parametrize("pad", [1, 16])
+@pytest.mark.parametrize("pad", [1, PADDING])
 @pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (-1, 1), (128, 128), (1, 32)], ids=str)
 @pytest.mark.parametrize("rows", [1, 48, 130])
 def test_weights_are_equal_groups(rows: int, tile: tuple[int, int], pad: int) -> None:

@@ -245,7 +245,9 @@ def test_every_column_is_described_and_printed():
     numbers = [field.name for field in dataclasses.fields(row) if getattr(row, field.name) in (None, 0)]
     assert numbers == [], "a forward in FP8 has a number of each"
     saved = SavedBytes({"norms": MIB}, {"norms": MIB}, regions={"": (1, MIB, MIB)})
-    whole = Summary((row,), (1, 2), saved, {"mlp": "MLP"}, {"norm": "a hook"})
+    whole = Summary(modules=(row,), flops=(1, 2), saved=saved, fused={"mlp": "MLP"}, not_fused={"norm": "a hook"})
+    missing = [field.name for field in dataclasses.fields(whole) if not getattr(whole, field.name)]
+    assert missing == [], "`whole` has a value of each"
     saved_more = dataclasses.replace(saved, plain={"norms": 3 * MIB})
     other: dict[type, Any] = {str: "another", Recipe: recipes.mx(), tuple: (5, 6), SavedBytes: saved_more}
     for value, printed in (

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from octavo import PerBlock, PerTensor
 from octavo.optim import SGD, AdamW
-from octavo.optim.conversion import Conversion, convert
+from octavo.optim.conversion import Conversion
 from octavo.optim.masters import FP8_MASTERS, PLAIN_MASTERS, MasterForm
 from octavo.optim.state import Settings
 from octavo.weights.stored import StoredWeight, store
@@ -56,7 +56,7 @@ def changed(optimizer, kind: tuple[str, str | None], moments: object = None) -> 
     weight = only(optimizer)
     storage = {} if same_storage(weight, kind) else {weight: STORAGES[kind[0]]}
     kinds_of_moments = optimizer.moments if moments is None else optimizer.moments_of(moments)
-    convert(optimizer, Settings(kinds_of_moments, optimizer.names, kind[1]), storage)
+    Conversion(Settings(kinds_of_moments, optimizer.names, kind[1]), storage).apply(nn.Module(), optimizer)
 
 
 def same_storage(weight: nn.Parameter, kind: tuple[str, str | None]) -> bool:
@@ -123,18 +123,18 @@ def test_float32_weights_are_their_own_master_before_and_after():
     optimizer = AdamW([weight], 0.01, moments="fp32", master="fp32")
     step(optimizer, torch.randn(40, 30))
     before = weight.detach().clone()
-    convert(optimizer, optimizer.settings._replace(master="split24"), {})
+    Conversion(optimizer.settings._replace(master="split24"), {}).apply(nn.Module(), optimizer)
     assert torch.equal(weight, before)
-    convert(optimizer, optimizer.settings._replace(master="fp32"), {weight: PerTensor()})
+    Conversion(optimizer.settings._replace(master="fp32"), {weight: PerTensor()}).apply(nn.Module(), optimizer)
     assert torch.equal(master_values(optimizer, only(optimizer)), before) and weight.dtype == torch.float32
-    convert(optimizer, optimizer.settings, {weight: None})
+    Conversion(optimizer.settings, {weight: None}).apply(nn.Module(), optimizer)
     assert torch.equal(weight, before) and type(weight) is nn.Parameter
 
 
 def test_weights_that_have_not_stepped_change_their_storage_alone():
     weight = nn.Parameter(torch.randn(64, 64).bfloat16())
     optimizer, before = AdamW([weight], 0.01, master="auto"), weight.detach().clone()
-    convert(optimizer, optimizer.settings, {weight: PerTensor()})
+    Conversion(optimizer.settings, {weight: PerTensor()}).apply(nn.Module(), optimizer)
     assert torch.equal(values_of(weight), values_of(nn.Parameter(StoredWeight.cast(before))))
     assert optimizer.state[weight] == {} and MasterForm.of(weight, "auto").kind == "fp8_split16"
     store(weight, None)
@@ -152,8 +152,9 @@ def test_weights_that_have_not_stepped_change_their_storage_alone():
 def test_what_can_not_be_changes_nothing(settings, storage, message):
     optimizer = trained(("plain", "split24"))
     weight, state = only(optimizer), dict(optimizer.state[only(optimizer)])
+    conversion = Conversion(optimizer.settings._replace(**settings), {weight: storage} if storage else {})
     with pytest.raises(ValueError, match=message):
-        convert(optimizer, optimizer.settings._replace(**settings), {weight: storage} if storage else {})
+        conversion.apply(nn.Module(), optimizer)
     assert only(optimizer) is weight and optimizer.master == "split24"
     assert all(optimizer.state[weight][name] is value for name, value in state.items())
 
@@ -171,10 +172,10 @@ def test_sgd_changes_too_but_stores_no_weight_in_fp8():
     optimizer = SGD([weight], 0.01, 0.9, master="split24")
     step(optimizer, torch.randn(64, 64))
     before = weight.detach().clone()
-    convert(optimizer, Settings(optimizer.moments_of("fp32"), optimizer.names, "split32"), {})
+    Conversion(Settings(optimizer.moments_of("fp32"), optimizer.names, "split32"), {}).apply(nn.Module(), optimizer)
     assert torch.equal(weight, before) and "momentum_buffer" in optimizer.state[weight]
     with pytest.raises(ValueError, match="AdamW or Adam"):
-        convert(optimizer, optimizer.settings._replace(master="split16"), {weight: PerTensor()})
+        Conversion(optimizer.settings._replace(master="split16"), {weight: PerTensor()}).apply(nn.Module(), optimizer)
 
 
 def test_a_nan_stays_in_its_element():

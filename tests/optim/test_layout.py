@@ -18,7 +18,8 @@ from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
 from octavo.optim.layout import bytes_of_shard, check_layout, place_of, settle_gradient
 from octavo.optim.masters import FP8_MASTERS
-from octavo.optim.state import largest_gradient, shard_of
+from octavo.optim.state import largest_gradient
+from octavo.weights.fsdp2 import on_this_rank
 from tests.support import sharded_weights as cases
 from tests.support.byte_counter import REDUCE, ByteCounter
 from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
@@ -68,7 +69,7 @@ def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
     for name, placements in layouts_of(mesh).items():
         for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
             param = placed(torch.arange(float(math.prod(shape))).view(shape), mesh, placements)
-            (first_row, first_column, row_length), part = place_of(param), shard_of(param).flatten(1)
+            (first_row, first_column, row_length), part = place_of(param), on_this_rank(param).flatten(1)
             rows, columns = torch.meshgrid(*map(torch.arange, part.shape), indexing="ij")
             index = (first_row + rows) * row_length + first_column + columns
             if not torch.equal(index.float(), part):
@@ -125,7 +126,7 @@ def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_on
         states = optimizers[0].state[param], optimizers[1].state[twin]
         pairs |= {name: (value, states[1][name]) for name, value in states[0].items()}
         for name, (one, other) in pairs.items():
-            if one.shape != other.shape or not torch.equal(shard_of(one), mine(other, one)):
+            if one.shape != other.shape or not torch.equal(on_this_rank(one), mine(other, one)):
                 differing.append(f"{number} {name}")
     return differing
 
@@ -187,7 +188,7 @@ def loaded_full(mesh: Any, dtype: torch.dtype) -> list[float]:
             if dtype == torch.bfloat16:
                 remainders = alone.state[param]["master_rest"]
                 assert remainders.any()
-                assert torch.equal(shard_of(on_ranks.state[of_ranks]["master_rest"]), mine(remainders, of_ranks))
+                assert torch.equal(on_this_rank(on_ranks.state[of_ranks]["master_rest"]), mine(remainders, of_ranks))
                 assert mesh.get_rank() or torch.equal(back.state[other]["master_rest"], remainders)
             wanted, loaded, read = moments_of(alone, param), moments_of(on_ranks, of_ranks), moments_of(back, other)
             for one, part, all_of_it in zip(wanted, loaded, read, strict=True):
@@ -213,7 +214,7 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     one = torch.cat([whole.flatten() for whole in wholes])
     both = squared_norms(gradients).sum().sqrt(), largest_gradient(gradients)
     if mesh.get_rank() == 1:
-        shard_of(gradients[1])[0, 0] = torch.nan
+        on_this_rank(gradients[1])[0, 0] = torch.nan
     return (float(both[0] / one.norm()), float(both[1] / one.abs().max()), float(largest_gradient(gradients)))
 
 

@@ -15,9 +15,9 @@ from octavo import E4M3, E5M2, PerBlock, PerTensor
 from octavo.kernels import devices
 from octavo.kernels.reference import optimizer_step as steps
 from octavo.optim import AdamW, Moment
-from octavo.optim.conversion import convert
+from octavo.optim.conversion import Conversion
 from octavo.optim.masters import FP8_MASTERS
-from octavo.optim.state import Settings, as_fp32, convert_moment
+from octavo.optim.state import as_fp32, convert_moment
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
 
@@ -97,10 +97,10 @@ def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
     weight.grad = torch.randn(SHAPE)
     optimizer.step()
     before, moment = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
-    convert(optimizer, Settings(optimizer.moments, optimizer.names, master), {weight: granularity})
+    Conversion(optimizer.settings._replace(master=master), {weight: granularity}).apply(nn.Module(), optimizer)
     assert isinstance(weight, StoredWeight) and weight.scale_inv.shape[0] == len(SHAPE)
     assert weight.granularity == granularity and torch.equal(optimizer.state[weight]["exp_avg"], moment)
-    convert(optimizer, Settings(optimizer.moments, optimizer.names, "fp32"), {weight: None})
+    Conversion(optimizer.settings._replace(master="fp32"), {weight: None}).apply(nn.Module(), optimizer)
     assert type(weight) is nn.Parameter
     torch.testing.assert_close(weight.detach(), before, rtol=0 if master == "fp32" else 2**-19, atol=0)
 
@@ -144,7 +144,7 @@ def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape
         other.step()
     assert_reads(optimizer, before := read(other))
     saved, after = copy.deepcopy(optimizer.state_dict()), PerTensor() if storage is None else None
-    convert(optimizer, optimizer.settings, {weight: after})
+    Conversion(optimizer.settings, {weight: after}).apply(nn.Module(), optimizer)
     # as matrices of the other storage load these values
     expected = adamw_of(as_matrices(values, after), after, moments)
     for name, moment in zip(other.names, other.moments, strict=True):
@@ -173,7 +173,7 @@ def test_gradients_in_codes_belong_to_the_storage(granularity: Any) -> None:
         backward(weight, grad)
         assert torch.equal(weight.grad.dequantize(), first)
         optimizer.step()
-        convert(optimizer, optimizer.settings, {weight: storage})
+        Conversion(optimizer.settings, {weight: storage}).apply(nn.Module(), optimizer)
         with pytest.raises(RuntimeError, match=r"experts were stored in FP8, or back .* do it before backward"):
             optimizer.step()
         optimizer.zero_grad()

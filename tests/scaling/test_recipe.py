@@ -23,6 +23,7 @@ from octavo import (
     recipes,
 )
 from octavo.formats import E4M4
+from octavo.granularity import PADDING, tiles_along
 from octavo.scaling.recipe import PRODUCTS, under
 from tests.support.helpers import every_layer
 
@@ -135,8 +136,12 @@ def test_contractions_are_padded_where_no_operand_gets_a_tile_more():
     for make in (recipes.dynamic, recipes.delayed, recipes.rowwise, recipes.blockwise, recipes.mx):
         assert make().may_pad
     assert recipes.high_precision().may_pad
-    assert not Recipe(output=(TENSOR, Cast(E4M3, PerBlock(16, 24)))).may_pad
-    assert Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, 16)))).may_pad
+    for cols in (*range(1, 2 * PADDING + 1), 4 * PADDING):
+        tiles = [
+            (tiles_along(terms, cols), tiles_along(terms + -terms % PADDING, cols)) for terms in range(8 * PADDING)
+        ]
+        recipe = Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, cols))))
+        assert recipe.may_pad == all(padded == unpadded for unpadded, padded in tiles), cols
 
 
 def test_saved_is_a_dynamic_cast_and_part_of_the_value():

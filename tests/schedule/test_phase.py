@@ -102,16 +102,11 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
         if name.startswith("master_")
     ]
     left = []
-    converting = conversion.convert
 
-    def convert(optimizer, settings, moved, stored):
-        def then(weight):
-            stored(weight)
-            left.append(sum(not weight.expired() for weight in old))
+    def take_shard(*_):  # as soon as a weight is converted
+        left.append(sum(not weight.expired() for weight in old))
 
-        return converting(optimizer, settings, moved, then)
-
-    monkeypatch.setattr(conversion, "convert", convert)
+    monkeypatch.setattr(conversion, "take_shard", take_shard)
     (target,) = phase_targets(model, optimizer, [Phase(LOW, weight_storage=storage)])
     switch(model, optimizer, target)
     assert left == [5, 4, 3, 2, 1, 0]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from octavo import formats
 from octavo.formats import format_of
-from octavo.granularity import MX
+from octavo.granularity import MX, PADDING
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.kernels.groups import grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import multiply_tiles_, plain_scales, swizzled
@@ -71,7 +71,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "length": [1, 4, 5, 16],
     "reduce": ["max", "most_recent"],
     "amaxes": [(None, None), (3.0, None), (None, 0.0), (1e-3, 20.0)],
-    "pad": [1, 2, 16],
+    "pad": [1, 2, PADDING],
     "written": [(True, False), (False, True), (True, True), (False, False)],
 }
 

@@ -19,7 +19,7 @@ from octavo.train import (
 )
 from octavo.train.checkpoint import RunFolder
 from octavo.train.trainer import (
-    BELOW,
+    AUTO_RATIO,
     Trainer,
     build_model,
     build_optimizer,
@@ -46,7 +46,9 @@ def test_names_and_shares():
     phases = phases_of("bf16-then-blockwise@.3-then-fp8@0.5", DYNAMIC, 100, STATE)
     assert phases == [HIGH, replace(low, recipe=recipes.blockwise(), from_step=30), replace(low, from_step=50)]
     first, last = phases_of("auto", DYNAMIC, 9, StateConfig())
-    assert first == Phase(DYNAMIC, "fp32", "auto", None) and last == replace(HIGH, when_update_below_resolution=BELOW)
+    assert first == Phase(DYNAMIC, "fp32", "auto", None) and last == replace(
+        HIGH, when_update_below_resolution=AUTO_RATIO
+    )
 
 
 @pytest.mark.parametrize("text", ["fp8", "fp8-then-bf16", "fp8-then-bf16@1.5", "fp9-then-bf16@0.5", "fp8@0.3", "AUTO"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.tune.timing import Timings
+from octavo.tune.timing import ON_GPU, Timings
 from tests.support import triton_kernels
 from tests.support.triton_kernels import TritonKernels
 
@@ -67,7 +67,6 @@ def test_a_kind_of_which_no_configuration_runs_has_no_row(
 ) -> None:
     emptied: list[bool] = []
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: Timings({}, dict.fromkeys(variants, "no room")))
-    monkeypatch.setattr(tuner, "ON_GPU", True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(True))
     tuned = tuner.tune("cast", tuner.TOY, {})
     assert tuned.rows == [] and math.isnan(tuned.gain) and emptied == [True]
@@ -89,4 +88,4 @@ def test_what_a_worker_does(tuner: ModuleType) -> None:
     assert tuner.tasks([tuner.LIBRARY], tuner.TOY) == []
     tuner.compile_one(*tuner.tasks(["amax"], tuner.TOY)[0])
     assert tuner.call_of.cache_info().currsize
-    assert importlib.import_module("octavo.tune.tuner") is not tuner or tuner.ON_GPU or triton_kernels.compiled_for
+    assert importlib.import_module("octavo.tune.tuner") is not tuner or ON_GPU or triton_kernels.compiled_for

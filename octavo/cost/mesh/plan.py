@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from octavo import recipes
 from octavo.cost.estimate import estimate
 from octavo.cost.from_flags import tokens_of
 from octavo.cost.mesh.servers import Hardware
@@ -21,9 +22,9 @@ from octavo.cost.mesh.settings import RANKS, MeshLayout, Precision, mesh_of
 from octavo.cost.mesh.shapes import BF16, shapes_of, shortened
 from octavo.cost.mesh.step import RankStep
 from octavo.cost.rates import IN_BF16, PlanError, Rates
-from octavo.cost.steps import RECIPES, STORED
+from octavo.cost.steps import STORED
 from octavo.cost.text import GIB, folded
-from octavo.cost.work import work_of
+from octavo.cost.work import COMPARED, work_of
 
 WORTH_NAMING = 1.02  # of the speed, from which on a change is worth naming
 
@@ -154,17 +155,16 @@ def plan(
     work = work_of(short, inputs)
 
     def rank_step(name: str, compiled: bool) -> RankStep:
-        recipe = None if name == IN_BF16 else RECIPES[name]()
-        saved = None
+        in_fp8, saved = name != IN_BF16, None
         if not compiled:
-            saved = estimate(short, inputs, recipe, rates, work=work, fuse=recipe is not None and fuse).memory.saved
+            recipe = getattr(recipes, name)() if in_fp8 else None
+            saved = estimate(short, inputs, recipe, rates, work=work, fuse=in_fp8 and fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
-        in_fp8 = recipe is not None
         region_bytes = in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
         precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, region_bytes=region_bytes, algorithm=algorithm)
         return RankStep(shapes, layout, precision, hardware)
 
-    compiled = [rank_step(name, True) for name in (IN_BF16, *RECIPES)]
+    compiled = [rank_step(name, True) for name in (IN_BF16, *COMPARED)]
     other = None
     if not mesh:
         layout = max((fastest_mesh(each, micro_batches, recompute) for each in compiled), key=merit).layout

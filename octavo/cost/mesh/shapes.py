@@ -77,7 +77,7 @@ class Shapes:
         converted = self.layers * sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
         return 6.0 * (converted + self.head.elements + sequence * self.attention_features * self.layers)
 
-    def divided(self, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
+    def divided(self, tensor: int, pipeline: int, expert: int) -> Shapes:
         """Return a rank's shapes before FSDP2 shards them; stages of a pipeline have equal parts of embedding, head."""
 
         def part(weight: Weight) -> Weight:

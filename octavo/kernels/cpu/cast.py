@@ -39,6 +39,7 @@ from octavo.kernels.cpu.codes import (
     described_packed,
     row_slices,
     threads_for,
+    with_dense_rows,
 )
 from octavo.kernels.layouts import as_matrix_shape
 from octavo.kernels.reference.activation import gated, value, value_and_slope
@@ -81,7 +82,7 @@ def write(
     if sums is not None:
         sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
     by_columns = x.stride(1) != 1 and x.stride(0) == 1
-    x = _with_dense_rows(x.t() if by_columns else x)
+    x = with_dense_rows(x.t() if by_columns else x)
     matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
         if packs:
@@ -243,7 +244,7 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
         if y is not None:
             y.copy_(gated(h, None, function))
         return gated(h, dy, function)
-    h = _with_dense_rows(h)
+    h = with_dense_rows(h)
     gate = h.chunk(2, dim=1)[0].to(torch.float32, memory_format=torch.contiguous_format)
     slopes = None
     if function == "silu":
@@ -255,7 +256,7 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
     out = values
     dy_fields = 0, 0, 0
     if dy is not None:
-        dy = _with_dense_rows(dy)
+        dy = with_dense_rows(dy)
         out = values.new_empty(h.shape)
         dy_fields = dy.data_ptr(), dy.stride(0), KINDS[dy.dtype]
     h_fields = h.data_ptr(), h.stride(0), KINDS[h.dtype]
@@ -263,11 +264,6 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
     y_and_sizes = None if y is None else y.data_ptr(), *values.shape, threads_for(h.numel())
     functions.octavo_gated(*addresses, function == "silu", *h_fields, *dy_fields, *y_and_sizes)
     return out
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """Return x, or a copy where its rows are not dense; a single element is contiguous, whatever its stride."""
-    return x if x.stride(1) == 1 else x.resolve_neg().contiguous()
 
 
 def produced(*flat: Any) -> Tensor:

@@ -67,6 +67,11 @@ def threads_for(elements: int) -> int:
     return min(torch.get_num_threads(), elements // _SHARE) if elements >= 2 * _SHARE else 1
 
 
+def with_dense_rows(x: Tensor) -> Tensor:
+    """Return x, or a copy where its rows are not dense; a single element is contiguous, whatever its stride."""
+    return x if x.stride(1) == 1 else x.resolve_neg().contiguous()
+
+
 def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
     scaling, codes, transposed, scale_inv, amax = target
@@ -128,7 +133,7 @@ def decode(
     is_of_packed_casts = tile[1] == NV[1] and shape[1] % NV[1] == 0 and scale_inv.dtype == torch.bfloat16
     if functions is None or dtype == torch.float16 or (is_packed and not is_of_packed_casts):
         return values.copy_(reference_decode(codes, dtype, scale_inv, tile))
-    dense = codes if codes.stride(1) == 1 else codes.contiguous()
+    dense = with_dense_rows(codes)  # held until it has been read
     pair, out = _read(dense, scale_inv, tile), (values.data_ptr(), KINDS[dtype], threads_for(values.numel()))
     (functions.octavo_decode_packed if is_packed else functions.octavo_decode)(pair, *out)
     return values
@@ -153,7 +158,7 @@ def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -
         ]
         sums, amaxes, exponents = map(torch.stack, zip(*parts, strict=True))
         return sums.sum(0), amaxes.max(), exponents.sum(0)
-    x, codes = (matrix if matrix.stride(1) == 1 else matrix.resolve_neg().contiguous() for matrix in (x, codes))
+    x, codes = map(with_dense_rows, (x, codes))
     counts = torch.zeros(len(Counted.sums) + 1 + 256, dtype=torch.float64, device=x.device)
     arguments = x.data_ptr(), x.stride(0), KINDS[x.dtype], threads_for(x.numel()), counts.data_ptr()
     functions.octavo_count(_read(codes, scale_inv, tile), *arguments)

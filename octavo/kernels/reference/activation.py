@@ -49,7 +49,7 @@ def produced(
     if is_gated:
         return gated(h, dy, function)
     h = h.to(torch.float32).contiguous()
-    return value(h, function) if dy is None else slope(h, function).mul_(dy)
+    return value(h, function) if dy is None else value_and_slope(h, function)[1].mul_(dy)
 
 
 class Formulas(NamedTuple):
@@ -73,13 +73,8 @@ def value(h: Tensor, function: str) -> Tensor:
     return FUNCTIONS[function].in_float32(h)
 
 
-def slope(h: Tensor, function: str) -> Tensor:
-    """Return f'(h), float32; of relu it is 0 at 0."""
-    return value_and_slope(h, function)[1]
-
-
 def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
-    """Return (f(h), f'(h)), float32."""
+    """Return (f(h), f'(h)), float32; relu's slope is 0 at 0."""
     return FUNCTIONS[function].with_slope(h)
 
 

@@ -15,6 +15,7 @@ from octavo.formats import E2M1, format_of
 from octavo.granularity import ALL, MX, scale_shape, tiles_along
 from octavo.kernels.arguments import (
     Castable,
+    CastLists,
     CastSource,
     CastTarget,
     Commit,
@@ -92,14 +93,11 @@ def _scale(scaling: Scaling, amax: Tensor) -> Tensor:
     return scaling.delayed_or(scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin))
 
 
-_ONE = Output()
-
-
 def cast(
     source: Castable,
     first: Scaling,
-    second: Scaling | None = None,
-    output: Output = _ONE,
+    second: Scaling | None,
+    output: Output,
     offsets: Tensor | None = None,
     write: Write = write,
 ) -> tuple[Tensor, ...]:
@@ -177,16 +175,12 @@ def cast_and_commit(
     """``octavo::cast_and_commit``."""
     in_pass = scaling._replace(delayed_scale=scales_of_pass(commit.delayed_scale, commit.delayed_before))
     q, t, scale_inv, amax, sums, *recast_codes = cast(source, in_pass, None, output, write=write)
-    delayed_update(*commit[:5], amax, *commit[5:])
+    delayed_update(commit, amax)
     return q, t, scale_inv, sums, *(recast_codes or [no_codes(q, q.dtype)])
 
 
-def sizes_of_casts(
-    lists: Sequence[Sequence[Tensor]], role: int, tile: Sequence[int], power_of_two: bool
-) -> tuple[tuple[int, ...], ...]:
+def sizes_of_casts(lists: CastLists, role: int, tile: Sequence[int], power_of_two: bool) -> tuple[tuple[int, ...], ...]:
     """Return (R, C, row strides of x, of its codes, of the transposed ones or 0) of each tensor, after checking all.
-
-    ``lists``: the op's lists of tensors, in their order.
 
     Raises:
         ValueError: for tensors that one launch can't cast, and outputs that are not dense or too small.
@@ -226,12 +220,7 @@ def sizes_of_casts(
 
 
 def multi_tensor_cast(
-    xs: Sequence[Tensor],
-    qdata: Sequence[Tensor],
-    transposed_qdata: Sequence[Tensor],
-    scale_inv: Sequence[Tensor],
-    amax: Sequence[Tensor],
-    delayed_scales: Sequence[Tensor],
+    lists: CastLists,
     role: int,
     tile: Sequence[int],
     power_of_two: bool,
@@ -240,15 +229,16 @@ def multi_tensor_cast(
     write: Write = write,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
-    sizes_of_casts((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), role, tile, power_of_two)
+    sizes_of_casts(lists, role, tile, power_of_two)
+    xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
     if skip is not None and bool(skip):
         return
     for index, x in enumerate(xs):
         delayed_scale = delayed_scales[index] if delayed_scales else None
         codes = qdata[index]
-        laid = transposed_qdata[index] if transposed_qdata else no_codes(codes, codes.dtype)
+        laid = transposed[index] if transposed else no_codes(codes, codes.dtype)
         scaling = Scaling(codes.dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
         grid = slice(tiles_along(x.shape[0], tile[0]))  # there may be room for more rows
         write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index][grid], amax[index][grid])], (), None)
-    written = [x for x in (*qdata, *transposed_qdata, *scale_inv, *amax) if not x.is_inference()]
+    written = [x for x in (*qdata, *transposed, *scale_inv, *amax) if not x.is_inference()]
     torch.autograd.graph.increment_version(written)  # writes by C++ count no version

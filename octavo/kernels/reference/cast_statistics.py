@@ -27,11 +27,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from octavo.formats import E2M1, format_of
-from octavo.kernels.arguments import LARGEST, Counted
+from octavo.formats import CAST_FORMATS, E2M1, format_of
+from octavo.kernels.arguments import Counted, CountedCast, WatchedOperand
 from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.layouts import unpack_pairs
 from octavo.kernels.reference.codes import decode
+
+# (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
+LARGEST_CODES = {dtype: (fmt.max_code, fmt.overflow / fmt.max) for dtype, fmt in CAST_FORMATS.items()}
 
 
 def measured(
@@ -56,7 +59,7 @@ def measured(
     else:
         magnitudes = codes.view(torch.uint8) & 0x7F
     zeros = exponents[0] and x.numel() - x.count_nonzero()
-    code, factor = LARGEST[codes.dtype]
+    code, factor = LARGEST_CODES[codes.dtype]
     clipped = exponents.new_zeros(())
     if is_packed or amax > scale_inv.to(torch.float32).min() * format_of(codes.dtype).max * factor:
         clipped = (magnitudes == code).logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
@@ -91,17 +94,9 @@ def count(
     sums[len(Counted.sums) :].index_add_(0, bins, exponents[:255])
 
 
-def cast_statistics(
-    x: Tensor,
-    qdata: Tensor,
-    scale_inv: Tensor,
-    tile: Sequence[int],
-    sums: Tensor,
-    extremes: Tensor,
-    offsets: Tensor | None = None,
-    count: Callable[..., None] = count,
-) -> None:
+def cast_statistics(cast: CountedCast, count: Callable[..., None] = count) -> None:
     """``octavo::cast_statistics``."""
+    x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     codes = qdata if qdata.dtype is E2M1.dtype else qdata[:, : x.shape[1]]
     if offsets is None:
         count(x, codes, scale_inv, tile, sums, extremes)
@@ -110,17 +105,9 @@ def cast_statistics(
         count(x[place.rows], codes[place.rows], scale_inv[place.scale_rows], tile, *counts)
 
 
-def note_faults(
-    y: Tensor,
-    operand: Tensor,
-    scale_inv: Tensor | None,
-    amax: Tensor | None,
-    place: Tensor,
-    faults: Tensor,
-    first: Tensor,
-    offsets: Tensor | None = None,
-) -> None:
+def note_faults(watched: WatchedOperand) -> None:
     """``octavo::note_faults``."""
+    y, operand, scale_inv, amax, place, faults, first, offsets = watched
     if y.numel() == 0:
         return
     faults[1] += y.shape[0]

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.granularity import ALL, PADDING
+from octavo.granularity import ALL
 from octavo.kernels.arguments import LossRows, new_losses
-from octavo.kernels.layouts import padded_size
 from octavo.kernels.reference.codes import encode
 from octavo.numerics import scale_of_unit
 
@@ -56,7 +55,7 @@ def cross_entropy_codes(
     (count, columns), targets, dtype = rows.logits.shape, _targets(rows), codes.dtype
     ones = lse.new_ones(1).expand(count)
     scale = lse.new_full((1, 1), scale_of_unit(format_of(dtype).max))
-    here = transposed[:, first : first + padded_size(count, PADDING)].view(torch.uint8)
+    here = transposed[:, first:].view(torch.uint8)
     for padding in (codes[:, columns:].view(torch.uint8), here[:, count:]):
         padding.zero_()
     for chunk in chunks:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from octavo.kernels.arguments import Commit
 from octavo.kernels.backward_pass import backward_pass, enters_again
 from octavo.numerics import scale_of
 
 
-def delayed_update(
-    delayed_scale: Tensor,
-    delayed_amax_history: Tensor,
-    delayed_before: Tensor,
-    amax_input: Tensor | None,
-    amax_weight: Tensor | None,
-    amax_grad_output: Tensor | None,
-    limits: Sequence[float],
-    powers_of_two: Sequence[bool],
-    margins: Sequence[int],
-    reduce: str,
-) -> None:
+def delayed_update(commit: Commit, amax_grad_output: Tensor | None) -> None:
     """``octavo::delayed_update``."""
-    amaxes = {role: amax for role, amax in enumerate((amax_input, amax_weight, amax_grad_output)) if amax is not None}
+    delayed_scale, delayed_amax_history, delayed_before, *amaxes_of_forward = commit[:5]
+    limits, powers_of_two, margins, reduce = commit[5:]
+    amaxes = {role: amax for role, amax in enumerate((*amaxes_of_forward, amax_grad_output)) if amax is not None}
     if not amaxes:
         return
     roles = list(amaxes)

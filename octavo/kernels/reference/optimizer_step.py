@@ -72,10 +72,8 @@ class AdamStep:
         v.mul_(self.group.beta2).addcmul_(g, g, value=1 - self.group.beta2)
 
     def move(self, w: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
-        """Update the master; unless it is bounded, by torch's operations in torch's order."""
+        """Update the decayed master; unless it is bounded, by torch's operations in torch's order."""
         m, v = moments
-        if self.decoupled_decay:
-            w.mul_(1 - self.lr * self.decoupled_decay)
         if self.max_update is None:
             w.addcdiv_(m, v.sqrt().div_(self.correction2).add_(self.group.eps), value=-self.lr / self.correction1)
             return
@@ -103,11 +101,6 @@ class AdamStep:
         first = draw(0) if any(moment.is_random for moment in moments) else None
         return first, None if first is None else swapped(first), draw(1) if master_is_random else None
 
-    def bound(self, amax: Tensor) -> Tensor:
-        """Return the largest amax that a master of this amax can have after the step."""
-        assert self.max_update is not None
-        return bound_after(amax, self.lr, self.max_update, self.decoupled_decay)
-
 
 class SgdGroup(NamedTuple):
     """Options of some weights: torch.optim.SGD's, or, with ``averages``, how torch.optim.Muon treats its matrices.
@@ -131,6 +124,7 @@ class SgdStep:
 
     def __init__(self, group: SgdGroup, number: int) -> None:
         self.group, self.number, self.lr, self.maximize = group, number, float(group.lr), group.maximize
+        self.max_update = group.max_update
         self.coupled_decay = 0.0 if group.averages else group.weight_decay
         self.decoupled_decay = group.weight_decay if group.averages else 0.0
 
@@ -145,19 +139,13 @@ class SgdStep:
                 momentum.mul_(self.group.momentum).add_(g, alpha=1 - self.group.dampening)
 
     def move(self, w: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
-        """Update the master."""
+        """Update the decayed master."""
         update, beta = g, self.group.momentum
         for momentum in moments:
             update = momentum
             if self.group.nesterov:
                 update = g.lerp(momentum, beta) if self.group.averages else g.add(momentum, alpha=beta)
-        if self.decoupled_decay:
-            w.mul_(1 - self.lr * self.decoupled_decay)
         w.add_(update, alpha=-self.lr)
-
-    def bound(self, amax: Tensor) -> Tensor:
-        """Return the largest amax that a master of this amax can have after the step."""
-        return bound_after(amax, self.lr, self.group.max_update, self.decoupled_decay)
 
     def saturate(self, values: Sequence[Tensor], moments: Sequence[MomentTensors]) -> None:
         """Do nothing: a momentum's codes can store any finite number."""
@@ -314,10 +302,13 @@ def _update_weight(
             if moment.needs_amax_first:
                 moment.begin(amax)
     if master.amax is not None:
-        master.begin(step.bound(master.amax))
+        assert step.max_update is not None
+        master.begin(bound_after(master.amax, step.lr, step.max_update, step.decoupled_decay))
     for piece in () if sums is None and step_in_place(update, step, divisor) else all_pieces:
         w, g, new = read(piece, keep=False)
         old_w = w if sums is None else w.clone()
+        if step.decoupled_decay:
+            w.mul_(1 - step.lr * step.decoupled_decay)
         step.move(w, g, new)
         if sums is not None:
             add_resolution(sums, piece, old_w, w, master)

@@ -343,7 +343,7 @@ ONLY_TUNED = {
 # --- steps of AdamW on one weight -------------------------------------------------------------------------------------
 
 
-def _update(master: Master, dtype: str, gradient: torch.dtype = torch.bfloat16) -> WeightUpdate:
+def _update(master: Master, dtype: str, gradient: torch.dtype) -> WeightUpdate:
     """Return the update of a weight whose moments are in float32, or in blocks of "fp8", as octavo.optim names them."""
     shape = master.weight.shape
 
@@ -356,6 +356,11 @@ def _update(master: Master, dtype: str, gradient: torch.dtype = torch.bfloat16) 
     moments = moment(fmt=formats.E4M3), moment(fmt=formats.E4M4, root=True)
     step = torch.zeros((), dtype=torch.float32)
     return WeightUpdate(master, moments, torch.empty(shape, dtype=gradient), step, BitNumbers(1), 0)
+
+
+def _in_float32(shape: Shape) -> MasterWeight:
+    """Return a weight that is its own master."""
+    return MasterWeight(torch.empty(shape, dtype=torch.float32), "weight")
 
 
 def _in_bfloat16(shape: Shape) -> MasterWeight:
@@ -382,13 +387,13 @@ def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
     return tensor.zero_() if x is None else tensor.copy_(x)
 
 
-def _step(make: Callable[[Shape], WeightUpdate]) -> Case:
-    """Return a step of the weight that ``make`` makes."""
+def _step(make: Callable[[Shape], Master], dtype: str, gradient: torch.dtype = torch.bfloat16) -> Case:
+    """Return a step of the weight that ``make`` makes, with moments as ``_update`` has them."""
 
     def inputs(shape: Shape) -> tuple[Any, ...]:
         x = normal(shape)
         with torch.device(x.device):
-            weight_update = make(shape)
+            weight_update = _update(make(shape), dtype, gradient)
         return weight_update, filled(weight_update.gradient, x), *map(filled, stored(weight_update))
 
     return Case("step", lambda weight_update, *tensors: (weight_update, {}), inputs=inputs, exact=False)
@@ -407,12 +412,10 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
 
 
 STEPS = {
-    "AdamW fp8, split32": _step(lambda s: _update(_in_bfloat16(s), "fp8")),
-    "AdamW fp8, fp32": _step(lambda s: _update(MasterWeight(torch.empty(s, dtype=torch.float32), "weight"), "fp8")),
-    "AdamW fp32, fp32": _step(
-        lambda s: _update(MasterWeight(torch.empty(s, dtype=torch.float32), "weight"), "fp32", torch.float32)
-    ),
-    "AdamW fp8, E4M3 weight in blocks, split16": _step(lambda s: _update(_in_fp8(s), "fp8")),
+    "AdamW fp8, split32": _step(_in_bfloat16, "fp8"),
+    "AdamW fp8, fp32": _step(_in_float32, "fp8"),
+    "AdamW fp32, fp32": _step(_in_float32, "fp32", torch.float32),
+    "AdamW fp8, E4M3 weight in blocks, split16": _step(_in_fp8, "fp8"),
 }
 
 

@@ -58,7 +58,7 @@ from octavo.kernels.triton.cast_kernels import (
     cast_by_tensor,
     find_amax,
 )
-from octavo.kernels.triton.delayed_update import StateTensors, backward_pass, committed, scale_exists, update_of
+from octavo.kernels.triton.delayed_update import committed, scale_exists
 from octavo.kernels.triton.grouped_cast import grouped_cast
 from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
@@ -90,7 +90,7 @@ def cast(
         sums, kept_scale = more[0] if output.column_sum else None, more[1] if output.keep else None
     if not (inputs.fits(first.tile) if second is None else inputs.fits(first.tile, second.tile)):
         return _by_torch(source, first, second, output)
-    inputs.clear_padding(codes)
+    inputs.clear_padding(codes, output.pad)
     if second is None:
         out = outputs_to(codes_to(codes, other), scale_inv, amax_or_scale)
         if output.recast is not None or kept_scale is not None:
@@ -100,7 +100,7 @@ def cast(
             by_tile(inputs, sums, (first, out))
         return results
     if not output.transpose:
-        inputs.clear_padding(other)
+        inputs.clear_padding(other, output.pad)
     both_codes = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
     both_scales = scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
@@ -152,16 +152,11 @@ def cast_and_commit(
         return *results, sums.to(sums_dtype(source.x.dtype)), no_recast
     q, t, scale_inv, amax, sums, *others = new_cast(source, scaling, None, output)
     recast_codes = others[0] if others else no_codes(q, q.dtype)
-    inputs.clear_padding(q)
-    tensors, (amax_input, amax_weight) = commit[:3], commit[3:5]
-    options = tuple(commit.limits), tuple(commit.powers_of_two), tuple(commit.margins), commit.reduce
-    update = update_of(*options, commit.delayed_amax_history.shape[1])
-    state = StateTensors(*tensors, backward_pass(commit.delayed_scale.device))
+    inputs.clear_padding(q, output.pad)
     out = outputs_to(codes_to(q, t), scale_inv, amax)
     sums_or_none = sums if output.column_sum else None
-    recast = _recast_to(output, recast_codes)
-    cast_by_tensor(inputs, scaling, out, sums_or_none, state, (amax_input, amax_weight), update, recast=recast)
-    committed(*tensors, (amax_input is not None, amax_weight is not None, True))
+    cast_by_tensor(inputs, scaling, out, sums_or_none, commit, recast=_recast_to(output, recast_codes))
+    committed(*commit[:3], (*(amax is not None for amax in commit[3:5]), True))
     return q, t, scale_inv, sums, recast_codes
 
 

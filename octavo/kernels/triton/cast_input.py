@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E5M2, format_of
-from octavo.granularity import ALL, PADDING, Tile
+from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads, Scaling
 from octavo.kernels.layouts import is_small_block, padded_size
@@ -39,7 +39,7 @@ def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
         q = None
     if t is not None and t.numel() == 0:
         t = None
-    return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.shape[1])
+    return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.stride(0))
 
 
 def outputs_to(codes: Codes, scale_inv: Tensor, amax: Tensor | None) -> Outputs:
@@ -122,9 +122,9 @@ class CastInput(NamedTuple):
                     return False
         return True
 
-    def clear_padding(self, codes: Tensor) -> None:
-        """Set codes [R, C'] to 0 where kernels would not reach all of their padding."""
-        if self.halves == 2 and codes.shape[1] - self.cols > padded_size(self.cols, PADDING):
+    def clear_padding(self, codes: Tensor, pad: int) -> None:
+        """Set codes [R, C'], C' a multiple of ``pad``, to 0 where kernels would not reach all of their padding."""
+        if self.halves == 2 and codes.shape[1] - self.cols > padded_size(self.cols, pad):
             codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:

@@ -22,17 +22,22 @@ scalings writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL, PADDING, Tile
-from octavo.kernels.arguments import Scaling
+from octavo.kernels.arguments import Commit, Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
-from octavo.kernels.triton.delayed_update import StateTensors, Update, roll, roll_others, scale_exists, scale_of_pass
+from octavo.kernels.triton.delayed_update import (
+    StateTensors,
+    roll,
+    roll_others,
+    scale_exists,
+    scale_of_pass,
+    state_and_update,
+)
 from octavo.kernels.triton.launch import Config, with_room_for, workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
@@ -226,16 +231,16 @@ def cast_by_tensor(
     scaling: Scaling,
     out: Outputs,
     sums: Tensor | None,
-    state: StateTensors | None = None,  # the last program rolls it
-    rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
-    update: Update | None = None,
+    commit: Commit | None = None,  # the last program rolls it, with this cast's amax
     amax_is_written: bool = False,  # by a norm's launch before: out's amax
     recast: tuple[Scaling, Codes] | None = None,  # of the activation whose gradient is cast, if that is cast too
 ) -> None:
     """Cast with one scale for all; up to two launches, of which the first finds the amax where no scale is known."""
     delayed_scale = scaling.delayed_scale
     role = None if delayed_scale is None else scaling.role
-    delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
+    delayed, update = (None, None) if commit is None else state_and_update(commit)
+    if delayed is None and delayed_scale is not None:
+        delayed = StateTensors(delayed_scale, None, None, None)
     needs_amax = amax_is_written or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not amax_is_written:
         find_amax(inputs, out.amax, delayed, role)
@@ -245,7 +250,7 @@ def cast_by_tensor(
     if recast is not None:
         recast_to = recast[0].delayed_scale, recast[1]
         recast_function = inputs.function._replace(gradient=False, e5m2=rounding_of(recast[0]).e5m2)
-    read = out.amax if needs_amax else None, delayed, tuple(rolled)
+    read = out.amax if needs_amax else None, delayed, (None, None) if commit is None else commit[3:5]
     work = workspace(inputs.x, 2 + strips)
     arguments = out, *read, inputs.with_parts(sums, groups), recast_to, work, groups
     constants = role, rounding_of(scaling), update, recast_function, tiling

@@ -6,16 +6,15 @@ scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from octavo.formats import E2M1
 from octavo.granularity import ALL
-from octavo.kernels.arguments import LARGEST, Counted
+from octavo.kernels.arguments import Counted, CountedCast, WatchedOperand
+from octavo.kernels.reference.cast_statistics import LARGEST_CODES
 from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
 from octavo.kernels.triton.groups import locate, on_device, whole_matrix
 from octavo.kernels.triton.launch import as_argument, launch
@@ -27,7 +26,7 @@ FIRST: tl.constexpr = tl.constexpr(Counted.lowest)
 
 
 class Counting(NamedTuple):
-    """A launch's constants: LARGEST of the codes' format, and a program's tiles, one below the other."""
+    """A launch's constants: LARGEST_CODES of the codes' format, and a program's tiles, one below the other."""
 
     largest_code: int
     factor: float
@@ -159,25 +158,18 @@ def exponent_bins(numbers):
     return tl.where(numbers == 0, BINS, bins)
 
 
-def cast_statistics(
-    x: Tensor,
-    qdata: Tensor,
-    scale_inv: Tensor,
-    tile: Sequence[int],
-    sums: Tensor,
-    extremes: Tensor,
-    offsets: Tensor | None = None,
-) -> None:
+def cast_statistics(cast: CountedCast) -> None:
     """``octavo::cast_statistics``."""
+    x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     if qdata.dtype is E2M1.dtype:
-        return reference_cast_statistics(x, qdata, scale_inv, tile, sums, extremes, offsets)
+        return reference_cast_statistics(cast)
     rows, cols = x.shape
     if x.numel() == 0:
         return
     heights = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
     sources = Source(x, rows, cols, *x.stride()), Source(qdata, *qdata.shape, *qdata.stride())
     arguments = *sources, Source(as_argument(scale_inv), *heights, *scale_inv.stride())
-    counting = Counting(*LARGEST[qdata.dtype], False)
+    counting = Counting(*LARGEST_CODES[qdata.dtype], False)
     height = counting.block_r * counting.tiles
     strips = triton.cdiv(cols, counting.block_c)
     if offsets is None:
@@ -260,17 +252,9 @@ def note_faults_kernel(
             raise_amax(shared + 3, tl.load(amax_ptr))
 
 
-def note_faults(
-    y: Tensor,
-    operand: Tensor,
-    scale_inv: Tensor | None,
-    amax: Tensor | None,
-    place: Tensor,
-    faults: Tensor,
-    first: Tensor,
-    offsets: Tensor | None = None,
-) -> None:
+def note_faults(watched: WatchedOperand) -> None:
     """``octavo::note_faults``."""
+    y, operand, scale_inv, amax, place, faults, first, offsets = watched
     if y.numel() == 0:
         return
     scales = 0 if scale_inv is None else scale_inv.numel()

@@ -16,9 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.granularity import PADDING
 from octavo.kernels.arguments import LossRows, new_losses
-from octavo.kernels.layouts import padded_size
 from octavo.kernels.triton.cast_input import codes_to
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.prologue import exp2, reciprocal
@@ -210,13 +208,12 @@ def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: 
     logits, target, *_, softcap = rows
     if logits.numel():
         count, columns = logits.shape
-        wide, high = codes.shape[1] if codes.numel() else columns, padded_size(count, PADDING)
-        end = min(first + high, transposed.shape[1]) if transposed.numel() else 0
+        wide = codes.shape[1] if codes.numel() else columns
         source = Source(logits, count, columns, *logits.stride())
         out = codes_to(codes, transposed)
         even = count % TILE[0] == 0 == columns % TILE[1] and wide == columns
         unit = scale_of_unit(format_of(codes.dtype).max)
-        arguments = source, target.contiguous(), lse, out, first, end, unit, _options(rows)
+        arguments = source, target.contiguous(), lse, out, first, transposed.shape[1], unit, _options(rows)
         programs = triton.cdiv(count, TILE[0]) * triton.cdiv(columns, TILE[1])
         constants = softcap != 0, codes.dtype is torch.float8_e5m2, even, *TILE
         launch(cross_entropy_codes_kernel, programs, (*arguments, *constants), 8, fuses=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import backward_pass as passes
+from octavo.kernels.arguments import Commit
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.replay import recorder, repeatable
 from octavo.kernels.triton.tiles import scale_from_amax
@@ -119,26 +119,19 @@ def update_of(
     return Update(margined, powers_of_two, reduce == "most_recent", length, block, passes.LONGEST)
 
 
-def delayed_update(
-    delayed_scale: Tensor,
-    delayed_amax_history: Tensor,
-    delayed_before: Tensor,
-    amax_input: Tensor | None,
-    amax_weight: Tensor | None,
-    amax_grad_output: Tensor | None,
-    limits: Sequence[float],
-    powers_of_two: Sequence[bool],
-    margins: Sequence[int],
-    reduce: str,
-) -> None:
+def state_and_update(commit: Commit) -> tuple[StateTensors, Update]:
+    """Return a commit as kernels take it, in a backward pass that this counts."""
+    limits, powers_of_two, margins = map(tuple, commit[5:8])
+    update = update_of(limits, powers_of_two, margins, commit.reduce, commit.delayed_amax_history.shape[1])
+    return StateTensors(*commit[:3], backward_pass(commit.delayed_scale.device)), update
+
+
+def delayed_update(commit: Commit, amax_grad_output: Tensor | None) -> None:
     """``octavo::delayed_update``."""
-    length = delayed_amax_history.shape[1]
-    update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
-    tensors = delayed_scale, delayed_amax_history, delayed_before
-    state = StateTensors(*tensors, backward_pass(delayed_scale.device))
-    arguments = state, amax_input, amax_weight, amax_grad_output, update
-    launch(delayed_update_kernel, 1, arguments, 4 if length > 32 else 1)
-    committed(*tensors, (amax_input is not None, amax_weight is not None, amax_grad_output is not None))
+    state, update = state_and_update(commit)
+    amaxes = *commit[3:5], amax_grad_output
+    launch(delayed_update_kernel, 1, (state, *amaxes, update), 4 if update.length > 32 else 1)
+    committed(*commit[:3], tuple(amax is not None for amax in amaxes))
 
 
 class _KnownScale:
@@ -150,7 +143,8 @@ class _KnownScale:
         self.version = delayed_scale._version
         self.exists: tuple[bool, ...] = (False, False, False)
         self.copy: Tensor | None = None
-        self.rolled = self.exists  # by the commit that sent the copy: its scales are from before that pass
+        # by the commit that sent the copy: its scales are from before that pass
+        self.rolled: tuple[bool, ...] = self.exists
         self.arrived: torch.cuda.Event | None = None
 
 
@@ -193,7 +187,7 @@ def _has_arrived(event: torch.cuda.Event | None) -> bool:
 
 @repeatable
 def committed(
-    delayed_scale: Tensor, delayed_amax_history: Tensor, delayed_before: Tensor, rolled: tuple[bool, bool, bool]
+    delayed_scale: Tensor, delayed_amax_history: Tensor, delayed_before: Tensor, rolled: tuple[bool, ...]
 ) -> None:
     """Note that a kernel has just rolled these roles: raise the state's versions, and copy the scales to the host."""
     if delayed_scale.is_inference():  # has no version, so nothing can be known of it

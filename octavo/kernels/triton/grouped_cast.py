@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import ALL, PADDING
+from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Output, Scaling, new_cast
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
@@ -351,7 +351,7 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
     if not inputs.fits(tile) and not (inputs.rows * inputs.cols == 0 and is_small_block(tile)):
         return reference_cast(source, scaling, None, output, offsets)
     q, t, scale_inv, amax = new_cast(source, scaling, None, output, offsets)
-    inputs.clear_padding(q)
+    inputs.clear_padding(q, output.pad)
     out = outputs_to(codes_to(q, t), scale_inv, amax)
     h_tile_r = inputs.function.tile_r if isinstance(inputs.extra, Input) and inputs.extra.scale_inv is not None else 1
     ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
@@ -391,7 +391,7 @@ def _cast_by_row(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> Non
     """Cast with a scale for each row."""
     chosen, widest = row_tile(grouped.inputs)
     if out.codes.t is not None:  # a program writes a transposed row's padding too
-        chosen = chosen._replace(block_r=max(PADDING, chosen.block_r), block_c=min(chosen.block_c, 256))
+        chosen = chosen._replace(block_r=max(grouped.grouping.pad, chosen.block_r), block_c=min(chosen.block_c, 256))
     _, heights, tiling = grouped.tiling(chosen.block_r, chosen.block_c, one_tile=widest <= chosen.block_c)
     grouped.launch(cast_group_rows_kernel, heights, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 

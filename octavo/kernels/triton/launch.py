@@ -87,7 +87,8 @@ class TileTable(NamedTuple):
         """
         rows = self.configs[kind]
         chosen = Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
-        return chosen._replace(block_r=max(chosen.block_r, PADDING)) if "transpose" in kind else chosen
+        transposes = "transpose" in kind or kind.startswith("cast_lines")
+        return chosen._replace(block_r=max(chosen.block_r, PADDING)) if transposes else chosen
 
     @staticmethod
     @contextmanager

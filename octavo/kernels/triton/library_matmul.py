@@ -80,7 +80,7 @@ def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
     if (is_right_here := _known.get(kind)) is not None:
         return is_right_here
     if (recording := recorder()) is not None:
-        recording.postpone()
+        recording.is_postponed = True
     if is_capturing():  # a graph can't look at results
         return False
     is_right_here = _known[kind] = agrees(*kind)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import Scaling
+from octavo.kernels.arguments import CastLists, Scaling
 from octavo.kernels.reference.cast import sizes_of_casts
 from octavo.kernels.triton.cast_input import rounding_of
 from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_amax
@@ -240,28 +240,18 @@ def _work_of(
 
 
 def multi_tensor_cast(
-    xs: Sequence[Tensor],
-    qdata: Sequence[Tensor],
-    transposed: Sequence[Tensor],
-    scale_inv: Sequence[Tensor],
-    amax: Sequence[Tensor],
-    delayed_scales: Sequence[Tensor],
-    role: int,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    skip: Tensor | None = None,
+    lists: CastLists, role: int, tile: Sequence[int], power_of_two: bool, margin: int, skip: Tensor | None = None
 ) -> None:
     """``octavo::multi_tensor_cast``."""
-    groups = (xs, qdata, transposed, scale_inv, amax, delayed_scales)
-    sizes = sizes_of_casts(groups, role, tile, power_of_two)
+    sizes = sizes_of_casts(lists, role, tile, power_of_two)
+    xs, qdata, transposed, scale_inv, _, delayed_scales = lists
     if not xs:
         return
     blocks = tile[0] != ALL
     chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", LARGE)
     if blocks:
         chosen = with_room_for(chosen, tile)
-    addresses = tuple(tuple(map(Tensor.data_ptr, group)) for group in groups)
+    addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
     work.use()
     table, programs, aligned = work[:3]

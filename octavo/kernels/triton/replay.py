@@ -173,7 +173,7 @@ class CallRecorder(TorchDispatchMode):
         super().__init__()
         self.scale_is_known = scale_is_known
         self.fails = False  # no replay would do what this call did
-        self.is_postponed = False  # another call is to be recorded
+        self.is_postponed = False  # this call does something else than others will: a later one is to be recorded
         self.steps: list[_Recorded] = []
 
     def record(self, kernel: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
@@ -214,10 +214,6 @@ class CallRecorder(TorchDispatchMode):
             _local.recorder = self
         self.steps.append(_Recorded(kind, function, arguments, {}, output))
         return output
-
-    def postpone(self) -> None:
-        """Leave the recording to a later call, as this one does something else than others will."""
-        self.is_postponed = True
 
     def assume(self, scale_is_known: bool) -> None:
         """Give the recording up if the scale has come to be known since the call began."""

@@ -22,7 +22,7 @@ from tests.support.meshes import BF16, LLAMA, SHAPES
 
 
 def test_the_command_for_a_mesh(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "RECIPES", {"dynamic": plan.RECIPES["dynamic"]})
+    monkeypatch.setattr(plan, "COMPARED", ("dynamic",))
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1} | LLAMA
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["plan", str(tmp_path), "--device", "H100", "--gpus", "16", "--tokens", "256"]

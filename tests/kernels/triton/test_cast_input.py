@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.granularity import scale_shape
+from octavo.granularity import PADDING, scale_shape
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.arguments import CastSource
-from tests.support.casts import ALL, E4M3
+from tests.support.casts import ALL, E4M3, poisoned_memory
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -82,3 +82,16 @@ def test_a_configuration_of_its_own(kernels: TritonKernels, module: Any, monkeyp
         (16, of(module)),  # gated_gradient
     ):
         assert one.config("some").block_r == expected
+
+
+def test_the_padding_of_a_gated_gradient(kernels: TritonKernels) -> None:
+    """Of PADDING / 2 + 1 columns the second half's tile ends before the padding does."""
+    for cols in (PADDING // 2, PADDING // 2 + 1):
+        dy, h = torch.randn(2, cols), torch.randn(2, 2 * cols)
+        with poisoned_memory():
+            unpadded, padded = (
+                kernels.cast(dy, None, 0, E4M3, (1, -1), False, 0, False, pad, False, "swiglu", h)[0].view(torch.uint8)
+                for pad in (1, PADDING)
+            )
+        assert padded.shape[1] % PADDING == 0 and torch.equal(padded[:, : 2 * cols], unpadded)
+        assert not padded[:, 2 * cols :].any()

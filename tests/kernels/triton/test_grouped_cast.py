@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tests.support.casts import E4M3
+from octavo.granularity import PADDING
+from tests.support.casts import E4M3, poisoned_memory
 from tests.support.groups import offsets_of
 from tests.support.passes import before_of
-from tests.support.triton_cases import count_launches
+from tests.support.triton_cases import count_launches, use_small_tiles
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -40,3 +41,13 @@ def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> No
         launched.clear()
         kernels.cast(x, scale if delayed else None, 0, E4M3, tile, False, 0, True, 16, offsets=offsets)
         assert launched == expected, (tile, delayed)
+
+
+def test_a_row_longer_than_a_tile_writes_its_padding(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of long rows has few, but of a group of one row it writes PADDING transposed columns."""
+    use_small_tiles(kernels, monkeypatch)
+    x, offsets = torch.randn(2, 130), torch.tensor([1, 2], dtype=torch.int32)
+    with poisoned_memory():
+        q, t, *_ = kernels.cast(x, None, 0, E4M3, (1, -1), False, 0, True, PADDING, offsets=offsets)
+    columns = t.t().view(torch.uint8)[: 2 * PADDING].unflatten(0, (2, PADDING))
+    assert torch.equal(columns[:, 0], q[:, :130].view(torch.uint8)) and not columns[:, 1:].any()

@@ -153,9 +153,9 @@ def test_a_damaged_one_is_not_or_has_rows(table_file: Path) -> None:
 
 def test_a_tile_holds_the_padding_of_the_transposed_rows_that_it_writes() -> None:
     """A tile of fewer rows than those are padded to would leave codes unwritten, whoever wrote the table's row."""
-    for kind in ("norm_cast_transpose", "norm_cast"):
+    for kind in ("norm_cast_transpose", "cast_lines", "norm_cast"):
         with tuned.TileTable.using({kind: [[64, PADDING // 2, 512, 1, 8]]}):
-            least = PADDING if kind.endswith("transpose") else PADDING // 2
+            least = PADDING // 2 if kind == "norm_cast" else PADDING
             assert tuned.config(kind, 20) == tuned.Config(least, 512, 1, 8)
 
 

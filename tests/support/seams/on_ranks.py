@@ -24,7 +24,7 @@ from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_chec
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
 from octavo.schedule import PrecisionSchedule
-from tests.support.seams.features import HEADS_LOSS, KNOWN, LLAMA, LORA, DecoderPart, MixturePart
+from tests.support.seams.features import HEADS_LOSS, KNOWN, LLAMA, LORA, OF_RECIPES, DecoderPart, MixturePart
 from tests.support.seams.situations import EXACT, Documented, Exact, Refused, Sound, situation
 from tests.support.seams.training_run import TOKENS, TrainingRun
 from tests.support.seams.twins import casts_of, computing_apart
@@ -449,6 +449,15 @@ def _where_tokens_begin(run: TrainingRun, mesh: Any) -> None:
 
 TWICE = Sound(15, "rows that were sent are scaled a second time, for grad_weight: exact=True sends them again")
 
+BY_TWO_SCALES = tuple(  # recipes by which tokens have other scales in grad_weight than in output or grad_input
+    name
+    for name, recipe in OF_RECIPES.items()
+    if any(
+        casts.as_is and casts.transposed and not casts.coincide
+        for casts in (recipe.input_casts, recipe.grad_output_casts)
+    )
+)
+
 
 def _times(x: Tensor, factor: float) -> Tensor:
     """The identity, with a factor in backward."""
@@ -462,7 +471,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
     PARTS,
     TWO,
     exceptions={
-        ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule", *LORA[1:]): TWICE,
+        (*BY_TWO_SCALES, "FP8 weights in blocks", "schedule", *LORA[1:]): TWICE,
         "batch_invariant": Sound(15, "without vector instructions torch adds fewer rows in another order", True),
         NVFP4: Refused(ValueError, "give experts another recipe", "rows in groups have no E2M1"),
         "FP8 reduction": NOT_AVERAGED,
