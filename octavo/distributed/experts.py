@@ -98,14 +98,14 @@ def _feed_forward_on_ranks(
     cast = cast_to_send(gate_up.recipe.input_casts, True, up_trains, exact)
     needs_dx = rows.requires_grad or up_trains or up_bias_trains
     dy_cast = None if down_bias_trains else cast_to_send(down.recipe.grad_output_casts, needs_dx, down_trains, exact)
-    x, journey = dispatch(rows, offsets, gate_up.exchange, RowsToSend(cast, INPUT, _reader(gate_up, up_trains)))
+    x, journey = dispatch(rows, offsets, gate_up.exchange, RowsToSend(cast, INPUT, _reader(gate_up, rows.device, up_trains)))
     y = compute(x, journey.routing.offsets)
-    return combine(y, journey, RowsToSend(dy_cast, GRAD_OUTPUT, _reader(down, down_trains)))
+    return combine(y, journey, RowsToSend(dy_cast, GRAD_OUTPUT, _reader(down, rows.device, down_trains)))
 
 
-def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
+def _reader(layer: Grouped, device: torch.device, needs_dw: bool) -> GatherReader:
     observers = () if layer.observing is None else ((layer.recipe, layer.observing),)
-    return GatherReader(layer.recipe, layer.fp8.state, needs_dw, observers)
+    return GatherReader(layer.recipe, layer.fp8.state_on(device), needs_dw, observers)
 
 
 def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:

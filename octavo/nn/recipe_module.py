@@ -257,12 +257,9 @@ class RecipeModule(WeightOwner):
         self.reset_delayed_state()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move parameters and buffers, and the delayed state after them."""
+        """Move as any WeightOwner, and forget the weight's kept codes."""
         super()._apply(fn, recurse)
         fp8 = self.fp8
-        # the state of experts' parts moves in the next forward
-        if self.holder is self and fp8.state is not None:
-            fp8.state = fp8.state.on(self.parameters_device)
         fp8.kept_operands = None
         if (weight := self._parameters.get("weight")) is not None:
             warn_once_if_slower(fp8.recipe, weight.device)
