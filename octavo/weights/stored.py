@@ -397,7 +397,7 @@ class StoredWeight(ShardHooks, Pair):
         elif self.low_bits is not None:
             self.low_bits.zero_()
         elif other.low_bits is not None and not self.facts.is_frozen:
-            self.low_bits = other.low_bits.to(self.device, copy=True)
+            self.low_bits = torch.empty_like(self.qdata, dtype=torch.int8).copy_(other.low_bits)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
 
     def _write_codes(self, codes: Tensor) -> None:
