@@ -43,9 +43,9 @@ def cross_entropy(
     gradient, in their dtype.
 
     Args:
-        input: logits [T, V], bfloat16, float16 or float32.
+        input: logits [T, V], bfloat16, float16 or float32. NaN or +inf makes its row's loss and gradient NaN, as torch's.
         target: int64 [T], a column of each row, or ``ignore_index``.
-        ignore_index: rows with this target add nothing.
+        ignore_index: rows with this target add nothing, and have a gradient of 0 even if they hold NaN; torch's is NaN.
         reduction: "mean" over the rows that count, "sum", or "none".
         label_smoothing: the share of each target that is spread over all V columns, 0 to 1.
         softcap: logits are softcap x tanh(logits / softcap) first, as Gemma 2's; None leaves them as they are.

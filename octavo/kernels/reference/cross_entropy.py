@@ -32,6 +32,7 @@ def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tens
         lse[chunk] = torch.logsumexp(z, 1)
         if smoothing:
             losses[chunk] = z.mean(1)
+    lse.masked_fill_(lse == torch.inf, torch.nan)  # of a logit of +inf: there is no softmax, as in torch
     likely = _capped(logits.gather(1, places), softcap)[0][:, 0] if logits.shape[1] else lse
     exact = lse - (1 - smoothing) * likely
     if smoothing:
