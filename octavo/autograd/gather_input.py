@@ -10,7 +10,8 @@ Each rank casts its tokens, and codes and scales are what is sent:
                    scale. The codes serve both products that read them
     rows, blocks   each token's scales are sent beside its codes. grad_weight reads along the tokens, in another
                    scaling, which is cast from the values of the gathered codes
-    exact          what the recipe scales in two ways is no case of this file: it is gathered in its dtype
+    exact          a role that the recipe scales in two ways is not gathered here but by torch, in its dtype (can_gather
+                   is False)
 
 Sums are in the tensor's dtype, or as ``wire.reduce`` makes them.
 

@@ -151,20 +151,20 @@ class Observer(NamedTuple):
         operand: tuple[Tensor | None, Tensor | None],
         offsets: Tensor | None,
         amax: Tensor | None = None,
-        committed: State | None = None,
+        committed_state: State | None = None,
     ) -> None:
         """Note faults in a product's operand by its result; the operand is a pair, or (tensor, None) in high precision.
 
         "output" shows faults in the input, whose ``amax`` a Delayed cast has computed. "grad_input" shows faults in
-        grad_output, whose amax has entered the state ``committed``; where it is not computed, "grad_weight" does. A
+        grad_output, whose amax has entered ``committed_state``; where it is not computed, "grad_weight" does. A
         faulty element of a group's grad_weight does not show the row: all rows of the group are read.
         """
         if self.notes is None:
             return
         tensor, scale_inv = operand
         assert tensor is not None
-        if committed is not None:
-            amax = committed.amax_history[GRAD_OUTPUT, :1]
+        if committed_state is not None:
+            amax = committed_state.amax_history[GRAD_OUTPUT, :1]
         if name == "grad_weight" and offsets is not None:
             may_pad = scale_inv is not None and recipe.may_pad
             offsets = padded_ends(offsets, contraction_multiple(tensor.device, may_pad))

@@ -79,7 +79,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
                 if parameter not in sharded:
                     sharded[parameter] = _sharded_experts(parameter, mesh)
                 owner._parameters[key] = sharded[parameter]
-        layer.exchange, layer.elsewhere = exchange, _feed_forward_on_ranks
+        layer.exchange, layer.feed_forward_on_ranks = exchange, _feed_forward_on_ranks
         layer.fp8.kept_operands = None
     return model
 
@@ -98,7 +98,8 @@ def _feed_forward_on_ranks(
     cast = cast_to_send(gate_up.recipe.input_casts, True, up_trains, exact)
     needs_dx = rows.requires_grad or up_trains or up_bias_trains
     dy_cast = None if down_bias_trains else cast_to_send(down.recipe.grad_output_casts, needs_dx, down_trains, exact)
-    x, journey = dispatch(rows, offsets, gate_up.exchange, RowsToSend(cast, INPUT, _reader(gate_up, rows.device, up_trains)))
+    rows_to_send = RowsToSend(cast, INPUT, _reader(gate_up, rows.device, up_trains))
+    x, journey = dispatch(rows, offsets, gate_up.exchange, rows_to_send)
     y = compute(x, journey.routing.offsets)
     return combine(y, journey, RowsToSend(dy_cast, GRAD_OUTPUT, _reader(down, rows.device, down_trains)))
 

@@ -194,7 +194,7 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
 class Grouped(RecipeModule):
     """Base of the modules that multiply rows in groups, by matrices of their own or another module's."""
 
-    elsewhere: Callable[..., Tensor] | None = None  # computes these experts on the ranks that hold them
+    feed_forward_on_ranks: Callable[..., Tensor] | None = None  # computes these experts on the ranks that hold them
 
     @property
     def trains(self) -> tuple[bool, bool]:

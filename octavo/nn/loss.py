@@ -43,7 +43,7 @@ def cross_entropy(
     gradient, in their dtype.
 
     Args:
-        input: logits [T, V], bfloat16, float16 or float32. NaN or +inf makes its row's loss and gradient NaN, as torch's.
+        input: logits [T, V], bfloat16, float16 or float32. NaN or +inf makes a row NaN, gradient included, as in torch.
         target: int64 [T], a column of each row, or ``ignore_index``.
         ignore_index: rows with this target add nothing, and have a gradient of 0 even if they hold NaN; torch's is NaN.
         reduction: "mean" over the rows that count, "sum", or "none".

@@ -137,7 +137,7 @@ class ShardCast:
         sent = self._memory(shard, scales is None) if before is None else before.sent
         xs = _matrices(shard) if shard.numel() else []
         codes = _matrices(sent[0].view(self.cast_as_is.format.dtype)[: len(shard)])
-        # not strict: an empty shard has no ``xs``; of experts, ``sent`` has padding too, ``scales`` has later ranks'
+        # lengths differ: an empty shard has no xs; of experts ``sent`` has padding, and ``scales`` those of later ranks
         if scales is None:  # the launch finds them, and writes them into ``sent``
             of_blocks = zip(xs, codes, _matrices(sent[1]), strict=False)
             return ShardCodes(sent, ()), [MatrixToCast(x, q, scale_inv=scale_inv) for x, q, scale_inv in of_blocks]

@@ -475,8 +475,8 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
     if (shard := local_stored(param)) is None or shard.is_meta:
         return
     if shard.has_one_scale and (just_cut or shard.facts.scale_is_local):
-        largest, least = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
-        if largest != -least:
+        largest, negated_smallest = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
+        if largest != -negated_smallest:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
             keep_low_bits = shard.low_bits is not None or param.requires_grad
