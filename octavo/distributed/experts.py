@@ -68,7 +68,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
     if not named_layers:
         raise ValueError("the model holds no octavo.nn.Experts; octavo.convert(model, recipe) converts those it knows")
     for name, layer in named_layers:
-        if reason := _why_not(layer, mesh):
+        if reason := _why_not_shardable(layer, mesh):
             raise ValueError(f"{name or 'the model'}: {reason}")
     exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
@@ -118,7 +118,7 @@ def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
     return [module.gate_up, module.down] if isinstance(module, Experts | TransformersExperts) else []
 
 
-def _why_not(layer: Grouped, mesh: Any) -> str:
+def _why_not_shardable(layer: Grouped, mesh: Any) -> str:
     """Return why the experts can't be sharded over the mesh; "" if they can."""
     weight, _ = layer.own_parameters()
     if layer.exchange is not None:

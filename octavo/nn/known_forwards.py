@@ -64,7 +64,7 @@ class KnownForward(nn.Module):
     library_forward: Any  # repeats the source of the library's forward; compared with it, and never called
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         """Return why a module that has this forward, but not this class yet, stays as it is; or None."""
         return None
 
@@ -73,7 +73,7 @@ class KnownForward(nn.Module):
 
         Dropout's mode and dtypes are checked in forward.
         """
-        return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not(self)
+        return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not_fused(self)
 
     @property
     def input_layers(self) -> list[Any]:
@@ -87,7 +87,7 @@ class FeedForward(KnownForward):
     fused_kind = "feed-forward"
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         names = cls.part_names
         is_gated = len(names.input_layers) == 2
         down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
@@ -226,7 +226,7 @@ class LeanRMSNorm(KnownForward):
     variance_epsilon: float
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         weight: Any = getattr(module, "weight", None)
         if isinstance(getattr(module, "variance_epsilon", None), Tensor):
             return "its epsilon is a tensor"
@@ -295,7 +295,7 @@ class DecoderLayer(KnownForward):
         return hidden_states
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         norms = [getattr(module, name) for name in ("input_layernorm", "post_attention_layernorm")]
         are_fused = all(isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms)
         return None if are_fused else f"its norms, {class_of(norms[0]).__name__}, are not fused"
@@ -387,7 +387,7 @@ class Attention(KnownForward):
             cls.eager_attention = staticmethod(names["eager_attention_forward"])
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         layers = [getattr(module, name) for name in QKV]
         if not all(isinstance(layer, Linear) for layer in layers):
             return f"{', '.join(QKV)} are not all converted"
@@ -560,7 +560,7 @@ def refusal(module: nn.Module) -> str | None:
         return "its forward was replaced on the instance before octavo.convert"
     if parametrize.is_parametrized(module):
         return "its parameters are computed from others (weight_norm or the like)"
-    return known_class.why_not(module)
+    return known_class.why_not_fused(module)
 
 
 class FusedModule(NamedTuple):

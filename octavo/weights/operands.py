@@ -308,7 +308,7 @@ def check_stored_granularity(recipe: Recipe, shape: torch.Size, stored: Granular
     shape = shape[-2:]
     if recipe.is_high_precision:
         return
-    if reason := StoredWeight.why_not(recipe, stored not in FROZEN_ONLY):
+    if reason := StoredWeight.why_not_storable(recipe, stored not in FROZEN_ONLY):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
     wanted = stored_granularity(recipe.weight_casts.as_is.granularity, shape)  # type: ignore[union-attr]
     if wanted.scale_shape(shape) != stored.scale_shape(shape):

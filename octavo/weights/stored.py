@@ -146,7 +146,7 @@ class StoredWeight(ShardHooks, Pair):
         self.pair()  # which checks the rest: shapes, dtypes, devices
 
     @staticmethod
-    def why_not(recipe: Recipe, trained: bool = True) -> str | None:
+    def why_not_storable(recipe: Recipe, trained: bool = True) -> str | None:
         """Return why a recipe's weights can't be stored, or None; ``trained``: whether an optimizer writes them."""
         as_is, transposed, coincide = recipe.weight_casts
         if as_is is None or transposed is None:

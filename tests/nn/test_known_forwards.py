@@ -517,7 +517,7 @@ def test_bad_input_and_nothing_to_fuse() -> None:
     with pytest.warns(UserWarning, match="not know the forward of GemmaRMSNorm .1 such, first norm"):
         octavo.convert(gemma, recipes.dynamic(), every_layer, fuse=True)
     assert refusal(nn.LayerNorm(4)) == "" and not octavo.summary(gemma).not_fused
-    assert KnownForward.why_not(net) is None
+    assert KnownForward.why_not_fused(net) is None
 
 
 def test_norms_that_the_kernel_does_not_compute_run_as_they_are() -> None:
