@@ -9,15 +9,17 @@ products. Known by structure are
 
     transformers   (integrations/moe.py) the experts of every model that has the decorator use_experts_implementation:
                    3-D parameters gate_up_proj (or up_proj, without a gate) and down_proj, with _bias or without,
-                   [E, out, in] or [E, in, out], and flags that say which
+                   [E, out, in] or [E, in, out], flags that say which, and the decorator's forward
     torchtitan     (models/common/moe.py) GroupedExperts: w1 (gate) and w3 (up) [E, I, H], w2 (down) [E, H, I], in 0.3
-                   w1_EFD and so on, and a forward of tokens sorted by expert and each expert's number of them
+                   w1_EFD and so on, and a forward of tokens sorted by expert and each expert's number of them, which
+                   names silu
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -210,12 +212,48 @@ def keys_of(module: nn.Module) -> dict[str, str]:
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if keys := next((titan for titan in TITAN if parameters.keys() == set(titan.values())), {}):
         _, *others = inspect.signature(module.forward).parameters
-        keys = keys if others in (["num_tokens_per_expert"], ["num_tokens_per_expert_E"]) else {}
-    elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS):
+        takes_counts = others in (["num_tokens_per_expert"], ["num_tokens_per_expert_E"])
+        keys = keys if takes_counts and _names_silu(type(module)) else {}
+    elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS) and _has_library_forward(type(module)):
         keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
         biases = {f"{key}_bias" for key in keys.values() if module.has_bias}
         keys = keys if parameters.keys() == {*keys.values(), *biases} else {}
     return keys if all(parameters[key].ndim == 3 for key in keys.values()) else {}
+
+
+def _has_library_forward(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward is transformers', as its decorator leaves it, or octavo's, or missing (torch's).
+
+    One that a subclass defines over it may compute something else.
+    """
+    scope: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+    return str(scope.get("__name__")).partition(".")[0] in ("octavo", "torch", "transformers")
+
+
+def _names_silu(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward names silu, or a function does that it calls, of its class or its file.
+
+    Experts with another activation may have the same parameters.
+    """
+    waiting: list[Any] = [kind.forward]
+    seen: set[Any] = set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not inspect.isfunction(function) or function in seen or function.__module__.startswith("torch."):
+            continue
+        seen.add(function)
+        names = _names_in(function.__code__)
+        if "silu" in names:
+            return True
+        scopes = function.__globals__, *map(vars, kind.__mro__), inspect.getclosurevars(function).nonlocals
+        waiting += [scope.get(name) for scope in scopes for name in names]
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that code, and the code of functions inside it, reads: globals, attributes, a closure's."""
+    inner_codes = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *code.co_freevars}.union(*map(_names_in, inner_codes))
 
 
 def recipe_names(module_name: str, part: str, key: str) -> tuple[str, ...]:
@@ -320,7 +358,9 @@ def function_of(act: nn.Module | None) -> str | None:
     """Return the name in kernels/activations.py of an activation module's function (torch, transformers); or None."""
     if type(act) is nn.GELU:
         return "gelu" if act.approximate == "none" else "gelu_tanh"
-    return FUNCTIONS_OF_CLASSES.get(type(act).__name__)
+    kind = type(act)
+    library = kind.__module__.partition(".")[0]  # a class of the model's own may have the name of another function
+    return FUNCTIONS_OF_CLASSES.get(kind.__name__) if library in ("torch", "transformers") else None
 
 
 def name_of(function: str | None, gated: bool) -> str | None:

@@ -17,6 +17,7 @@ activation and its last layer compute together. The class's own forward runs ins
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from octavo.autograd.chain import activated_linear
 from octavo.autograd.norm import norm_and_branch
@@ -93,6 +95,9 @@ class FeedForward(KnownForward):
             return f"{names.down} is not converted"
         if name_of(function_of(act), is_gated) is None:
             return f"casts don't compute {type(act).__name__}{' as a gate' * is_gated}"
+        sizes = {getattr(getattr(module, name), "out_features", None) for name in names.input_layers}
+        if len(sizes - {None}) > 1:
+            return f"{' and '.join(names.input_layers)} have different numbers of features"
         if isinstance(dropout, nn.Dropout) and dropout.p:
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
         can_bypass = activation_name(act, is_gated) is not None and can_skip_dropout(dropout)
@@ -220,6 +225,13 @@ class LeanRMSNorm(KnownForward):
     weight: nn.Parameter
     variance_epsilon: float
 
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(getattr(module, "variance_epsilon", None), Tensor):
+            return "its epsilon is a tensor"
+        return None if isinstance(weight, Tensor) and weight.ndim == 1 else "its weight is no vector"
+
     def library_forward(self: Any, hidden_states: Tensor) -> Any:
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
@@ -236,7 +248,7 @@ class LeanRMSNorm(KnownForward):
     def can_be_lean(self, x: Tensor) -> bool:
         """Whether a norm of x, or of its sum with a residual, is computed here."""
         weight = self.weight
-        if x.dtype != weight.dtype or is_dtensor(weight) or is_dtensor(x):
+        if x.dtype != weight.dtype or is_dtensor(weight) or is_dtensor(x) or weight.shape != x.shape[-1:]:
             return False
         return torch.compiler.is_compiling() or not (functorch_is_active() or in_forward_mode())
 
@@ -303,7 +315,11 @@ class DecoderLayer(KnownForward):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         x, residual = norms[0].norm_and_residual(hidden_states)
         x, _ = self.self_attn(hidden_states=x, **kwargs)
-        x, residual = norms[1].norm_and_residual(x, residual)
+        if x.dtype == residual.dtype:
+            x, residual = norms[1].norm_and_residual(x, residual)
+        else:  # under autocast, where torch's sum has the residual's wider dtype
+            residual = residual + x
+            x = norms[1](residual)
         return residual + self.mlp(x)
 
 
@@ -359,6 +375,11 @@ class Attention(KnownForward):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.take_functions()
+
+    @classmethod
+    def take_functions(cls) -> None:
+        """Note the library's functions of attention, which may have been replaced since the last model was fused."""
         plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
         if plain is not nn.Module:  # nn.Module follows in the classes of this file
             names = inspect.unwrap(plain.forward).__globals__
@@ -487,23 +508,40 @@ def _class_for(forward: Any) -> type[KnownForward] | None:
 
 
 def _same_code(candidate: Any, known: Any) -> bool:
-    """Whether a candidate is a function with the known one's instructions, names, constants and defaults.
+    """Whether a candidate is a function with the known one's instructions, arguments and defaults.
 
-    Docstrings don't count, nor do defaults of None and False: the forwards of this file have none, and take an argument
-    left out as None.
+    Docstrings don't count, nor does the name of an only argument, nor do defaults of None and False: the forwards of
+    this file have none, and take an argument left out as None.
     """
-    if not inspect.isfunction(candidate):
-        return False
-    candidate = inspect.unwrap(candidate)
-    docs = candidate.__doc__, known.__doc__
+    return inspect.isfunction(candidate) and _meaning(inspect.unwrap(candidate)) == _meaning(known)
 
-    def meaning(function: Any) -> tuple[Any, ...]:
-        code = function.__code__
-        constants = [constant for constant in code.co_consts if constant not in docs]
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        return code.co_code, code.co_names, constants, [one for one in defaults if one is not None and one is not False]
 
-    return bool(meaning(candidate) == meaning(known))
+def _meaning(function: Any) -> tuple[Any, ...]:
+    """Return what ``_same_code`` compares."""
+    code = function.__code__
+    count = code.co_argcount + code.co_kwonlyargcount
+    arguments = code.co_varnames[:count] if count > 2 else ()  # an only argument behind self has any name
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    effective = [one for one in defaults if one is not None and one is not False]
+    takes_more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return _instructions(code), count, arguments, effective, takes_more
+
+
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    """Return code's instructions, each with what it reads: a name, a value, a local's number, a jump's aim in the list.
+
+    Python calls torch.rsqrt, say, by other instructions in a file that imports torch than in a notebook's later cell;
+    here both are the same.
+    """
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
+
+    def argument(one: dis.Instruction) -> Any:
+        if one.opcode in dis.haslocal:
+            return one.arg
+        is_jump = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+        return sum(other.offset < one.argval for other in instructions) if is_jump else one.argval
+
+    return [("LOAD_ATTR" if one.opname == "LOAD_METHOD" else one.opname, argument(one)) for one in instructions]
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -520,6 +558,8 @@ def refusal(module: nn.Module) -> str | None:
         return SHARDED
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance before octavo.convert"
+    if parametrize.is_parametrized(module):
+        return "its parameters are computed from others (weight_norm or the like)"
     return known_class.why_not(module)
 
 
@@ -557,6 +597,8 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
         if (why := refusal(module)) is None and not isinstance(module, KnownForward):
             kind = class_of(module)
             module.__class__ = of_subclass(_class_for(inspect.unwrap(kind.forward)), kind)  # type: ignore[arg-type]
+            if isinstance(module, Attention):
+                module.take_functions()
         elif why:
             refused.setdefault(why, []).append(name or "the model")
         take_loss(module)

@@ -256,9 +256,15 @@ def causal_lm_loss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+_LIBRARY_LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"  # its module and name
+
+
 def take_loss(module: nn.Module) -> None:
     """Give a causal language model of transformers ``causal_lm_loss``, if it has the library's loss."""
-    if getattr(module, "loss_type", None) == "ForCausalLM" and "_loss_function" not in module.__dict__:
+    if getattr(module, "loss_type", None) != "ForCausalLM" or "_loss_function" in module.__dict__:
+        return
+    present: Any = getattr(module, "loss_function", None)  # of its class, or of a table of the library: maybe others'
+    if (getattr(present, "__module__", ""), getattr(present, "__name__", "")) == _LIBRARY_LOSS:
         module.loss_function = causal_lm_loss  # type: ignore[assignment]
 
 

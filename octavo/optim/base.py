@@ -448,6 +448,7 @@ class CompactOptimizer(Optimizer):
         if settings.in_state(state) != settings:  # SGD's group was given a momentum, which begins as the gradient
             state.update(states.new_state(param, settings) | state)
             state["step"].zero_()
+        states.renew_master(param, state, self.master)
         master, moments = states.for_kernel(param, weight, state, settings)
         bits = BitNumbers(key_of(seed, number), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)

@@ -215,6 +215,17 @@ def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     return state
 
 
+def renew_master(param: nn.Parameter, state: WeightState, master: str | None) -> None:
+    """Begin a plain weight's master anew, as the weight, where its dtype has changed since the state was made."""
+    if local_stored(param) is not None or "master_amax" in state:
+        return  # the storage has changed, which ``for_kernel`` refuses
+    has_low_bits = MasterForm.of(param, master).low_bits_dtype is not None
+    if has_low_bits != ("master_rest" in state):
+        for name in [name for name in state if name.startswith("master_")]:
+            del state[name]
+        state.update(new_master(param, master))
+
+
 def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     """Shard this rank's tensors of a state as the weight is sharded, so that checkpoints can reshard them."""
     shard, amax = local_stored(param), tensors.get("master_amax")

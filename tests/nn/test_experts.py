@@ -446,6 +446,52 @@ def test_torchtitans(name: str, kind: type[nn.Module]) -> None:
     assert torch.equal(model["experts"](x, counts), y)
 
 
+class GeluExperts(GroupedExperts):
+    """The structure of torchtitan's experts, with another activation."""
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        rows = zip(x.split(num_tokens_per_expert.tolist()), self.w1, self.w2, self.w3, strict=True)
+        return torch.cat([(nn.functional.gelu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in rows])
+
+
+def padded(run: Any) -> Any:
+    return lambda *args: run(*args)
+
+
+@padded
+def run_experts(x: Tensor, *weights: Tensor) -> Tensor:
+    return nn.functional.silu(x @ weights[0][0].t())
+
+
+class CallsFunction(GroupedExperts):
+    """The same, whose activation is in a decorated function of its file."""
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        return run_experts(x, self.w1, self.w2, self.w3)
+
+
+def test_experts_of_torchtitans_parameters_with_another_activation_stay() -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(8, 8), "experts": GeluExperts()})
+    with pytest.warns(UserWarning, match="experts stay in high precision: 1 modules' weights, first experts's"):
+        octavo.convert(model, recipes.dynamic(), every_layer)
+    assert type(model["experts"]) is GeluExperts and type(model["linear"]) is octavo.nn.Linear
+    assert keys_of(CallsFunction()) == keys_of(GroupedExperts()) == {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def test_a_forward_over_that_of_transformers_stays() -> None:
+    kind = type(built("mixtral"))
+
+    class Doubled(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any) -> Tensor:
+            return 2 * super().forward(*args)
+
+    experts = built("mixtral")
+    assert keys_of(experts)
+    experts.__class__ = Doubled
+    with pytest.warns(UserWarning, match="converted nothing"):
+        assert type(octavo.convert(experts, recipes.dynamic(), every_layer)) is Doubled
+
+
 # --- experts whose weights live in FP8
 
 RAGGED = 160, 288  # of blocks of 128 the last are not whole

@@ -1,5 +1,6 @@
 """convert(fuse=True) in transformers' models as they come, tiny and random."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +24,15 @@ from octavo.autograd import casts
 from octavo.kernels import layouts
 from octavo.nn.candidates import SHARDED
 from octavo.nn.fused import run_as_one
-from octavo.nn.known_forwards import Attention, FeedForward, KnownForward, LeanRMSNorm, refusal
+from octavo.nn.known_forwards import (
+    Attention,
+    FeedForward,
+    KnownForward,
+    LeanRMSNorm,
+    _same_code,
+    refusal,
+    rotate_half,
+)
 from octavo.nn.saved import predicted_by_kind, saved_by_kind, twin_of
 from octavo.nn.tensor_parallel import FusedParts
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, to_fp8
@@ -250,10 +260,22 @@ class Tanh(nn.Tanh):
     pass
 
 
+class SiLU(nn.Module):
+    """Another function than torch's of this name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (3 * x).sigmoid()
+
+
 REFUSED = {
     "another forward": (lambda mlp: setattr(mlp, "__class__", Doubled), "octavo does not know the forward of Doubled"),
     "forward replaced": (lambda mlp: setattr(mlp, "forward", mlp.forward), "its forward was replaced on the instance"),
     "another activation": (lambda mlp: setattr(mlp, "act_fn", Tanh()), "casts don't compute Tanh as a gate"),
+    "another of a known name": (lambda mlp: setattr(mlp, "act_fn", SiLU()), "casts don't compute SiLU as a gate"),
+    "one feature for all": (
+        lambda mlp: setattr(mlp, "up_proj", nn.Linear(64, 1)),
+        "gate_proj and up_proj have different numbers of features",
+    ),
     "down left out": (lambda mlp: None, "down_proj is not converted"),
 }
 
@@ -310,13 +332,72 @@ def test_what_a_library_replaces_after_a_first_model_was_fused(part: str, monkey
         assert summary.not_fused == {f"model.layers.{name}": reason for name in names}
 
 
-@pytest.mark.parametrize("part", ["attention", "rotary positions"])
-def test_other_defaults_are_another_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward with the known instructions computes something else where an argument left out has another value."""
+def test_a_function_of_attention_that_was_replaced_since_another_model_was_fused_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     library = transformers.models.llama.modeling_llama
-    if part == "attention":
+    octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+    called: list[str] = []
+
+    def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        called.append("attend")
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(library, "eager_attention_forward", attend)
+    net = octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+    net.set_attn_implementation("eager")
+    net(**inputs("llama"))
+    assert isinstance(net.model.layers[0].self_attn, Attention) and called == ["attend"] * 2
+
+
+CELLS = """
+class Norm(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.variance_epsilon){}
+        return self.weight * x.to(dtype)
+"""
+
+
+@pytest.mark.parametrize(("head", "more"), [("import torch", ""), ("", ""), ("", " / 1.0")])
+def test_a_class_of_a_notebooks_cell_is_known_wherever_torch_was_imported(head: str, more: str) -> None:
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "cell"}
+    exec(head + CELLS.format(more), names)
+    net = nn.Sequential(nn.Linear(8, 8), names["Norm"](8))
+    x = torch.randn(4, 8)
+    expected = net[1](x)
+    with pytest.warns(UserWarning, match="know the forward of Norm") if more else contextlib.nullcontext():
+        octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
+    assert isinstance(net[1], LeanRMSNorm) == (not more)
+    torch.testing.assert_close(net[1](x), expected)
+
+
+def test_functions_without_docstrings_are_the_same() -> None:
+    source = "def rotate_half(x):\n    x1 = x[..., : x.shape[-1] // 2]\n    x2 = x[..., x.shape[-1] // 2 :]\n"
+    names: dict[str, Any] = {}
+    exec(f"import torch\n{source}    return torch.cat((-x2, x1), dim=-1)", names)
+    assert _same_code(names["rotate_half"], rotate_half)
+    exec(f"import torch\n{source}    return torch.cat((x2, -x1), dim=-1)", names)
+    assert not _same_code(names["rotate_half"], rotate_half)
+
+
+@pytest.mark.parametrize("part", ["attention", "attention's arguments", "rotary positions"])
+def test_other_defaults_or_names_of_arguments_are_another_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward with the known instructions computes something else by another default, or takes a mask as mask=."""
+    library = transformers.models.llama.modeling_llama
+    if part.startswith("attention"):
         known = inspect.unwrap(library.LlamaAttention.forward)
         other = FunctionType(known.__code__, known.__globals__, argdefs=(None, "a mask", None))
+        if "arguments" in part:
+            names = tuple(name.removeprefix("attention_") for name in known.__code__.co_varnames)
+            other = FunctionType(known.__code__.replace(co_varnames=names), known.__globals__, argdefs=(None,) * 3)
         monkeypatch.setattr(library.LlamaAttention, "forward", other)
         reason = "octavo does not know the forward of LlamaAttention"
     else:
@@ -437,6 +518,34 @@ def test_bad_input_and_nothing_to_fuse() -> None:
         octavo.convert(gemma, recipes.dynamic(), every_layer, fuse=True)
     assert refusal(nn.LayerNorm(4)) == "" and not octavo.summary(gemma).not_fused
     assert KnownForward.why_not(net) is None
+
+
+def test_norms_that_the_kernel_does_not_compute_run_as_they_are() -> None:
+    norms = [transformers.models.llama.modeling_llama.LlamaRMSNorm(8) for _ in range(4)]
+    for norm, shape in zip(norms, [(1,), (4, 8)], strict=False):
+        norm.weight = nn.Parameter(torch.rand(shape))
+    norms[2].variance_epsilon = nn.Parameter(torch.tensor(0.1))
+    parametrize.register_parametrization(norms[3], "weight", nn.Tanh())
+    net, x = nn.ModuleList([nn.Linear(8, 8), *norms]), torch.randn(4, 8)
+    expected = [norm(x) for norm in norms]
+    octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
+    for norm, result in zip(norms, expected, strict=True):
+        assert torch.equal(norm(x), result)
+    assert octavo.summary(net).not_fused == {  # of the first only forward knows that its weight has too few elements
+        "2": "its weight is no vector",
+        "3": "its epsilon is a tensor",
+        "4": "its parameters are computed from others (weight_norm or the like)",
+    }
+
+
+def test_the_residual_of_a_decoder_layer_stays_in_float32_under_autocast() -> None:
+    streams = []
+    for net in (build("llama"), build("llama", recipes.high_precision())):
+        with torch.autocast("cpu", torch.bfloat16):
+            streams.append(net.model(inputs("llama")["input_ids"], output_hidden_states=True).hidden_states)
+    for plain, stream in zip(*streams, strict=True):
+        assert stream.dtype == plain.dtype == torch.float32
+        torch.testing.assert_close(stream, plain, rtol=0, atol=2e-3)
 
 
 def test_a_norm_in_another_dtype_or_under_torch_func_runs_as_it_is() -> None:

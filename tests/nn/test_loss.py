@@ -1,6 +1,7 @@
 """octavo.nn.cross_entropy as a user calls it, beside torch's in float32 and transformers' own loss."""
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -197,3 +198,25 @@ def test_transformers_models_take_it_and_give_it_back() -> None:
     assert octavo.restore(net).loss_function is plain.loss_function
     net.loss_function = F.cross_entropy  # somebody's own stays
     assert octavo.convert(net, octavo.recipes.dynamic(), lambda *_: True, fuse=True).loss_function is F.cross_entropy
+
+
+@pytest.mark.parametrize("whose", ["class", "property", "table"])
+def test_a_loss_of_the_class_or_of_the_librarys_table_stays(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    from tests.support.tiny_models import MODELS, VOCABULARY, new
+
+    def z_loss(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return logits.float().logsumexp(-1).square().mean()
+
+    net = new(*MODELS["llama"])
+    attributes = {"class": z_loss, "property": property(lambda self: functools.partial(z_loss, self))}
+    if whose == "table":
+        monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", functools.partial(z_loss, net))
+    else:
+        net.__class__ = type("OwnForCausalLM", (transformers.LlamaForCausalLM,), {"loss_function": attributes[whose]})
+    octavo.convert(net, octavo.recipes.high_precision(), lambda *_: True, fuse=True)
+    tokens = torch.randint(1, VOCABULARY, (2, 12))
+    output = net(input_ids=tokens, labels=tokens)
+    assert torch.equal(output.loss, z_loss(net, output.logits))

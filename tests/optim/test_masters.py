@@ -47,6 +47,24 @@ def test_of_a_bf16_weight_it_begins_as_the_weight(name, form, is_random):
         assert stored.low_bits.data_ptr() == state["master_rest"].data_ptr()
 
 
+@pytest.mark.parametrize("name", ["auto", "split24", None])
+def test_a_weight_of_another_dtype_since_begins_its_master_anew(name):
+    layer = nn.Linear(8, 8, bias=False)
+    optimizer = AdamW(layer.parameters(), betas=(0.0, 0.0), lr=1e-3, master=name, weight_decay=0.0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        layer.to(dtype)
+        before = layer.weight.detach().float().clone()
+        for gradient in (0.0, 1.0):
+            layer.weight.grad = torch.full_like(layer.weight, gradient)
+            optimizer.step()
+            update = before - layer.weight.float()
+            assert (update - 1e-3 * gradient).abs().max() < 3e-3 * gradient + 1e-9
+            state = optimizer.state[layer.weight]
+            assert ("master_rest" in state) == (dtype == torch.bfloat16 and name is not None)
+            if gradient == 0.0 and "master_rest" in state:
+                assert not state["master_rest"].any()
+
+
 def test_names_of_other_weights():
     bf16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
     for name, expected in bf16.items():
