@@ -46,9 +46,8 @@ def reads_swizzled(device: torch.device) -> bool:
     """Whether products of E8M0's blocks read their scales swizzled on a device, which the first call asks."""
     if device.type != "cuda" or kernels_of(device.index or 0) is KERNELS:
         return False
-    from octavo.kernels import triton
-
-    return triton.reads_swizzled(device)
+    package = triton_kernels()
+    return package is not None and package.reads_swizzled(device)
 
 
 reads_swizzled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own mark imports Triton

@@ -268,6 +268,13 @@ class LeanT5Norm(LeanRMSNorm):
         return self.weight * hidden_states
 
 
+# what a decoder layer passes to its attention in place of arguments that its caller leaves out
+_DECODER_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("attention_mask", "position_ids", "cache", "position_embeddings")),
+    "use_cache": False,
+}
+
+
 class DecoderLayer(KnownForward):
     """The decoder layer of Llama and many others; each norm adds the residual, and in backward its gradient."""
 
@@ -306,15 +313,17 @@ class DecoderLayer(KnownForward):
         return super().why_bypassed() or why
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class returns, which computes it where arguments are given by position."""
+        """Return what its own class returns, which computes it for arguments by position, or by an old name."""
         norms = self.input_layernorm, self.post_attention_layernorm
-        if args or not all(
+        are_lean = all(
             isinstance(norm, LeanRMSNorm) and forward_is_bypassable(norm) and norm.can_be_lean(hidden_states)
             for norm in norms
-        ):
+        )
+        # its own class gives past_key_values their new name, cache
+        if args or "past_key_values" in kwargs or not are_lean:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         x, residual = norms[0].norm_and_residual(hidden_states)
-        x, _ = self.self_attn(hidden_states=x, **kwargs)
+        x, _ = self.self_attn(hidden_states=x, **(_DECODER_DEFAULTS | kwargs))
         if x.dtype == residual.dtype:
             x, residual = norms[1].norm_and_residual(x, residual)
         else:  # under autocast, where torch's sum has the residual's wider dtype
