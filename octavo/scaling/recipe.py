@@ -240,12 +240,13 @@ class Cast(_DerivedOfCast):
             >>> Cast.of("Cast(E5M2, PerTensor(), Delayed(4), margin=1)")
             Cast(E5M2, PerTensor(), Delayed(history_length=4, reduce='max'), margin=1)
         """
+        quoted = repr(text) if len(repr(text)) <= 200 else f"{repr(text)[:200]}..."
         try:
             cast = _value(ast.parse(text, mode="eval").body)
-        except (SyntaxError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{text!r} is no Cast, such as {_EXAMPLE} ({first_line(error)})") from error
+        except (SyntaxError, TypeError, ValueError, KeyError, RecursionError, MemoryError) as error:
+            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE} ({first_line(error)})") from error
         if not isinstance(cast, Cast):
-            raise ValueError(f"{text!r} is no Cast, such as {_EXAMPLE}")
+            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE}")
         return cast
 
 

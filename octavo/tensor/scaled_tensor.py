@@ -6,6 +6,7 @@ Both have gradients here, and not in autograd/: the pair must be differentiable 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -280,7 +281,10 @@ def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
     trailing = 0 if tile == (ALL, ALL) else 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
     if new == old or (min(len(new), len(old)) >= trailing and new[len(new) - trailing :] == old[len(old) - trailing :]):
-        return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
+        grid = scale_shape(new, tile)
+        if pair.numel() == 0 and pair.scale_inv.numel() != math.prod(grid):  # of tiles, which hold no element
+            return _like(pair, qdata, pair.scale_inv.new_ones(grid))
+        return _like(pair, qdata, pair.scale_inv.view(grid))
     raise _cuts_tiles(f"{func} from {tuple(old)} to {tuple(new)}", pair, f"keep the last {trailing} dimension(s)")
 
 

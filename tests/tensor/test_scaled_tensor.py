@@ -335,6 +335,15 @@ def test_each_row_of_the_table_is_tried() -> None:
     assert set(original) - seen == {aten.copy_.default}
 
 
+def test_an_empty_pair_is_viewed_with_another_number_of_tiles() -> None:
+    q = quantize(torch.zeros(4, 0), E4M3, PerRow())
+    for shape in ((0, 0), (2, 2, 0), (7, 0)):
+        view = q.view(shape)
+        view.validate()
+        assert view.shape == shape and view.scale_inv.shape == (*shape[:-1], 1)
+        assert view.dequantize().shape == shape
+
+
 @each_granularity
 def test_views_share_both_parts(granularity: Granularity) -> None:
     q = tiles_of((6, 10), granularity)
