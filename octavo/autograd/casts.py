@@ -144,8 +144,8 @@ def _op_input(source: AnySource, request: CastRequest, rows: Rows, *casts: Cast)
         if request.keep_scale:
             options["keep"] = True
         if request.recast is not None:
-            options["value_scale"], options["value_dtype"] = request.recast
-            options["value_transposed"] = needs_transposed_codes(x.device)
+            options["recast_scale"], options["recast_dtype"] = request.recast
+            options["recast_transposed"] = needs_transposed_codes(x.device)
     elif isinstance(source, RotaryHeads):
         x, options["k"], options["v"], options["cos"], options["sin"], _ = source
     else:
@@ -264,7 +264,7 @@ def _cast(
     recast_scale = results[1] if request.keep_scale else None
     recast_codes = None
     if request.recast is not None:
-        recast_codes = results[1] if options["value_transposed"] else results[1].t()
+        recast_codes = results[1] if options["recast_transposed"] else results[1].t()
     return Operands(pair, pair_t, amax, column_sum, None, recast_scale, recast_codes)
 
 
