@@ -150,8 +150,8 @@ class _DerivedOfCast:
     scale_inv_dtype: torch.dtype  # see numerics.scale_inv_dtype
     arguments: tuple[Any, ...]  # as the cast ops take them
     arguments_transposed: tuple[Any, ...]  # of the operand's transpose
-    named: dict[str, Any]  # more of them, of E2M1
-    as_second: dict[str, Any]  # all of the transpose's, as those of a second scaling
+    named: dict[str, Any]  # rotation and seed of E2M1, by the op's argument names
+    as_second: dict[str, Any]  # the transposed cast's arguments, prefixed second_
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,8 @@ def quantize(
     """Round ``x`` to FP8 with scales from its own amax.
 
     The gradient is straight-through: that of the result where the scaled value is within the format's range, 0 where
-    it was clipped (which takes a NaN or infinite element: a scale from the tensor's own amax clips no finite one).
+    it was clipped (which takes a NaN or infinite element: a scale from the tensor's own amax clips no finite one; of
+    E2M1, whose blocks' scales are rounded, elements saturate, and keep their gradient).
 
     Args:
         x: bfloat16, float16 or float32, any shape.
@@ -200,7 +201,7 @@ def quantize(
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"octavo casts bfloat16, float16 and float32 tensors to FP8, not {kind}")
     if not isinstance(format, Format) or format not in CAST_FORMATS.values():
-        raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
+        raise TypeError(f"format={format!r}: use octavo.E4M3, octavo.E5M2 or octavo.E2M1")
     if not isinstance(granularity, Granularity):
         raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
     check_scale_options(power_of_two, margin)
