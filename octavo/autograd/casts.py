@@ -52,7 +52,7 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
         return None
     if second is not None and not casts.coincide and (exact or cast.is_delayed or second.is_delayed):
         return None  # a history needs the amax of values that were not rounded
-    return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
+    return cast if cast.has_one_scale or (cast.tile[0] == 1 and not cast.is_packed) else None
 
 
 class Recast(NamedTuple):
@@ -256,7 +256,7 @@ def _cast(
     pair = (q, scale_inv) if as_is else None
     pair_t = None
     if transposed:
-        has_one_scale = not is_grouped and cast.tile == (ALL, ALL)  # which is its own transpose
+        has_one_scale = not is_grouped and cast.has_one_scale  # which is its own transpose
         pair_t = q_t if writes_transposed else q.t(), scale_inv if has_one_scale else scale_inv.t()
     if is_norm or is_grouped:
         return Operands(pair, pair_t, amax, None, NormResults(*results) if is_norm else None)
