@@ -188,7 +188,9 @@ def test_groups_of_other_sizes_need_no_other_graph() -> None:
 
 
 def test_a_wrong_dtype_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"torch.uint8 .*torch.float8_e4m3fn or torch.float8_e5m2"):
+    with pytest.raises(
+        TypeError, match=r"torch.uint8 .*torch.float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2"
+    ):
         kernels.cast(torch.randn(2, 2), None, 0, torch.uint8, (-1, -1), False, 0)
 
 
