@@ -53,7 +53,7 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
         return None
     if second is not None and not casts.coincide and (exact or cast.is_delayed or second.is_delayed):
         return None  # a history needs the amax of values that were not rounded
-    return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
+    return cast if cast.has_one_scale or (cast.tile[0] == 1 and not cast.is_packed) else None
 
 
 class Recast(NamedTuple):
@@ -145,8 +145,8 @@ def _op_input(source: AnySource, request: CastRequest, rows: Rows, *casts: Cast)
         if request.keep_scale:
             options["keep"] = True
         if request.recast is not None:
-            options["value_scale"], options["value_dtype"] = request.recast
-            options["value_transposed"] = needs_transposed_codes(x.device)
+            options["recast_scale"], options["recast_dtype"] = request.recast
+            options["recast_transposed"] = needs_transposed_codes(x.device)
     elif isinstance(source, RotaryHeads):
         x, options["k"], options["v"], options["cos"], options["sin"], _ = source
     else:
@@ -257,7 +257,7 @@ def _cast(
     pair = (q, scale_inv) if as_is else None
     pair_t = None
     if transposed:
-        has_one_scale = not is_grouped and cast.tile == (ALL, ALL)  # which is its own transpose
+        has_one_scale = not is_grouped and cast.has_one_scale  # which is its own transpose
         pair_t = q_t if writes_transposed else q.t(), scale_inv if has_one_scale else scale_inv.t()
     if is_norm or is_grouped:
         return Operands(pair, pair_t, amax, None, NormResults(*results) if is_norm else None)
@@ -265,7 +265,7 @@ def _cast(
     recast_scale = results[1] if request.keep_scale else None
     recast_codes = None
     if request.recast is not None:
-        recast_codes = results[1] if options["value_transposed"] else results[1].t()
+        recast_codes = results[1] if options["recast_transposed"] else results[1].t()
     return Operands(pair, pair_t, amax, column_sum, None, recast_scale, recast_codes)
 
 

@@ -32,7 +32,6 @@ from octavo.autograd.observer import Observer
 from octavo.autograd.rows import Wire
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
-from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import untraced
 from octavo.scaling.delayed import State
@@ -126,13 +125,13 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     norm_arguments = source._asdict() if isinstance(source, NormSource) else {"x": source}
     rows = norm_arguments.pop("x")
     scale = amax = None
-    if has_one_scale := cast.tile == (ALL, ALL):
+    if cast.has_one_scale:
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
         scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **norm_arguments)
     q, _, scale_inv, _, *results = kernels.cast(rows, scale, role, *cast.arguments, **norm_arguments, keep=keep)
     for observed, observer in observers:
         observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))
-    if has_one_scale:
+    if cast.has_one_scale:
         q = _gathered(q, wire)
     else:
         message = _gathered(pack_message(q, scale_inv, cast.power_of_two), wire)
