@@ -149,10 +149,10 @@ def _cheapest(
             "leave moments and masters as they were": (last, storage),
             f"only compute in {phase.name}, which takes no memory for parameters": (last, previous.storage),
         }
-        targets = {name: replace(target, settings=settings, storage=storage) for name, (settings, storage) in ways.items()}
+        targets = {name: replace(target, settings=way[0], storage=way[1]) for name, way in ways.items()}
     else:
         targets = _with_other_options(model, optimizer, target)
-    totals = {name: _phase_plan(model, optimizer, way, phase.saved).total for name, way in targets.items()}
+    totals = {name: _phase_plan(model, optimizer, each, phase.saved).total for name, each in targets.items()}
     totals = {name: total for name, total in totals.items() if total < phase.total}
     if fitting := [name for name, total in totals.items() if total <= budget]:
         name = max(fitting, key=totals.__getitem__)
@@ -167,15 +167,9 @@ def _cheapest(
 
 def _with_other_options(model: nn.Module, optimizer: Optimizer, target: Target) -> dict[str, Target]:
     """Return {options: the Target of a phase that has them}, of options that take less memory and are possible."""
-    smaller: tuple[dict[str, Any], ...] = (
-        {"moments": "bf16"},
-        {"moments": "fp8"},
-        {"moments": "fp8", "master": "split16"},
-        {"master": None},
-        {"weight_storage": "fp8"},
-    )
+    moments: list[dict[str, Any]] = [{"moments": "bf16"}, {"moments": "fp8"}, {"moments": "fp8", "master": "split16"}]
     targets = {}
-    for options in smaller:
+    for options in (*moments, {"master": None}, {"weight_storage": "fp8"}):
         with contextlib.suppress(TypeError, ValueError):  # the model, or its optimizer, can't have them
             (changed,) = phase_targets(model, optimizer, [Phase(target.phase.recipe, **options)], target)
             targets[", ".join(f"{name}={value!r}" for name, value in options.items())] = changed

@@ -449,8 +449,7 @@ class PrecisionSchedule:
         saved_recipes = state_dict.get("recipes", here["recipes"])
         for phase, saved, recipe in zip(self.phases, saved_recipes, here["recipes"], strict=True):
             if saved != recipe and as_recipe(json.loads(saved)) != as_recipe(json.loads(recipe)):  # not in names alone
-                saved, recipe = (" ".join(text.split()) for text in (saved, recipe))
-                raise ValueError(f"the state's recipe in {phase} is {saved}, not {recipe}")
+                raise ValueError(f"the state's recipe in {phase} is {saved}, not {recipe}".replace("\n", ""))
         if (state_dict["watch"] is None) != (self._watch is None):
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
         if self._watch is not None:

@@ -149,7 +149,7 @@ def test_a_budget_names_the_phase_and_the_cheapest_way_to_fit():
     for budget, way in ways.items():
         with pytest.raises(BudgetError, match=f"cheapest way to fit: {way}"):
             schedule.plan(int(budget * MIB))
-    with pytest.raises(BudgetError, match="phase 0, .*cheapest way to fit: master=None"):
+    with pytest.raises(BudgetError, match=r"phase 0, .*cheapest way to fit: master=None"):
         schedule.plan(7 * MIB)
     with pytest.raises(BudgetError, match="none of the ways tried fits; the smallest takes"):
         schedule.plan(MIB)

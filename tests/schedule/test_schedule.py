@@ -312,7 +312,7 @@ def test_what_is_out_of_order():
 )
 def test_a_state_of_recipes_with_the_same_names(recipe, other):
     saved, (model, _, schedule) = started(Phase(recipe))[2].state_dict(), started(Phase(other))
-    with pytest.raises(ValueError, match="the state's recipe in Phase.*delayed.* is .*, not .*"):
+    with pytest.raises(ValueError, match=r"the state's recipe in Phase.*delayed.* is .*, not .*"):
         schedule.load_state_dict(saved)
     renamed = replace(DELAYED, name="another name")
     one_name, other_name = (started(Phase(RecipeMap(HIGH, {"0": rule})))[2] for rule in (DELAYED, renamed))
@@ -323,7 +323,7 @@ def test_a_state_of_recipes_with_the_same_names(recipe, other):
 
 
 def test_a_state_of_something_else():
-    with pytest.raises(ValueError, match=r"no state that PrecisionSchedule.state_dict returned: it has no 'highest_lr'"):
+    with pytest.raises(ValueError, match=r"no state that PrecisionSchedule\.state_dict returned: it has no 'high"):
         started(Phase(LOW))[2].load_state_dict({})
 
 
