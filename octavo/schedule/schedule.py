@@ -440,14 +440,13 @@ class PrecisionSchedule:
 
     def target_of(self, state_dict: dict[str, Any]) -> Target:
         """Return the Target that ``load_state_dict`` switches to; it raises what that raises, and changes nothing."""
-        here = self.state_dict()
-        if missing := here.keys() - {"recipes"} - state_dict.keys():
+        now = self.state_dict()
+        recipes = now.pop("recipes")  # "phases" has their names alone; a state from before they were saved has no more
+        if missing := now.keys() - state_dict.keys():
             raise ValueError(f"this is no state that PrecisionSchedule.state_dict returned: it has no {min(missing)!r}")
-        if state_dict["phases"] != here["phases"]:
-            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {here['phases']}")
-        # a phase's text has its recipe's name alone; a state from before recipes were saved is judged by that
-        saved_recipes = state_dict.get("recipes", here["recipes"])
-        for phase, saved, recipe in zip(self.phases, saved_recipes, here["recipes"], strict=True):
+        if state_dict["phases"] != now["phases"]:
+            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {now['phases']}")
+        for phase, saved, recipe in zip(self.phases, state_dict.get("recipes", recipes), recipes, strict=True):
             if saved != recipe and as_recipe(json.loads(saved)) != as_recipe(json.loads(recipe)):  # not in names alone
                 raise ValueError(f"the state's recipe in {phase} is {saved}, not {recipe}".replace("\n", ""))
         if (state_dict["watch"] is None) != (self._watch is None):
