@@ -133,7 +133,7 @@ class Float8LinearConfig:
             if getattr(self, first).target_dtype != getattr(self, second).target_dtype:
                 raise ValueError(f"{first} and {second} must have one target_dtype")
         recipe = recipe_of(self)
-        if self.enable_fsdp_float8_all_gather and (why := StoredWeight.why_not(recipe)):
+        if self.enable_fsdp_float8_all_gather and (why := StoredWeight.why_not_storable(recipe)):
             raise UnsupportedOptionError(
                 f"enable_fsdp_float8_all_gather=True: this recipe's weights can't be gathered in FP8: {why}; leave it "
                 "out, or take the recipe 'tensorwise' or octavo.recipes.blockwise()"
