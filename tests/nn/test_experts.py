@@ -238,8 +238,8 @@ def built(kind: str) -> Any:
     return experts
 
 
-def in_fp8(kind: str, recipe: Any) -> Any:
-    return octavo.convert(nn.ModuleDict({"experts": built(kind)}), recipe, every_layer)["experts"]
+def in_fp8(kind: str, recipe: Any, **options: Any) -> Any:
+    return octavo.convert(nn.ModuleDict({"experts": built(kind)}), recipe, every_layer, **options)["experts"]
 
 
 @each_kind
@@ -388,6 +388,10 @@ def test_parts_are_not_their_holders_owners() -> None:
     routing = Routing.by_expert(torch.randint(E, (8,)), E)
     assert experts.gate_up(torch.randn(8, H), routing.offsets).shape == (8, 2 * N)
     assert copy.deepcopy(experts).to("meta").to_empty(device="cpu").gate_up.delayed_scale.tolist() == [0, 0, 0]
+    stored = in_fp8("mixtral", recipes.delayed(), weight_storage="fp8")  # which has no other parameters
+    stored.gate_up(torch.randn(8, H), routing.offsets)
+    assert stored.to("meta").gate_up.delayed_scale.is_meta
+    assert not stored.to_empty(device="cpu").gate_up.delayed_scale.is_meta
 
 
 class GroupedExperts(nn.Module):
