@@ -33,9 +33,9 @@ from octavo.inspect.remedies import RECIPES_FILE, own_recipes
 from octavo.inspect.rows import Row, Table, require_whole
 from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, DeviceEvent, Twin
 from octavo.inspect.weight_updates import (
+    COLUMNS,
     FROZEN,
     GROUP,
-    MOVED,
     Updates,
     count_weights,
     optimizer_facts,
@@ -370,8 +370,8 @@ class Recorder:
 
     def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
         """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
-        moved = dict(zip(MOVED, moved_of_weights.T, strict=True))
-        if not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
+        moved = dict(zip(COLUMNS, moved_of_weights.T, strict=True))
+        if not self._updates.is_hooked or moved["sampled_before_update"].any() or not moved["changed"].any():
             return
         self._updates.is_hooked = False
         missing = "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"

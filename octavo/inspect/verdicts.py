@@ -307,16 +307,16 @@ def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
     It is one of the worst finding's steps, if any of these was compared.
     """
     begins = 0 if worst is None else worst.begins
-    places = [at for at, step in enumerate(twins.steps) if step >= begins] or [len(twins.steps) - 1]
-    distances = np.nan_to_num(abs(twins.distances[places, 0]), nan=math.inf)  # of the loss
-    at = places[int(distances.argsort(kind="stable")[(len(places) - 1) // 2])]
+    candidates = [at for at, step in enumerate(twins.steps) if step >= begins] or [len(twins.steps) - 1]
+    distances = np.nan_to_num(abs(twins.distances[candidates, 0]), nan=math.inf)  # of the loss
+    at = candidates[int(distances.argsort(kind="stable")[(len(candidates) - 1) // 2])]
     parts = []
     if math.isfinite(twins.twin_losses[at]):
         parts.append(f"loss ({twins.twin_losses[at]:.4g}, in FP8 {twins.losses[at]:.4g})")
     if len(cosines := twins.cosines[at][np.isfinite(twins.cosines[at])]):
         parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
     sentence = f"{' and '.join(parts)} at step {twins.steps[at]}"
-    if single := [twins.steps[place] for place in np.flatnonzero((twins.distances > 1).any(axis=1))]:
+    if single := [twins.steps[each] for each in np.flatnonzero((twins.distances > 1).any(axis=1))]:
         more = " and others" if len(single) > LISTED else ""
         sentence += f", but for {', '.join(map(str, single[:LISTED]))}{more}"
     return f"{sentence}; later steps were not compared" if twins.steps[at] < begins else sentence
@@ -340,11 +340,11 @@ def _first_beyond(distances: Any) -> _Difference | None:
 
 
 def _factor_of_loss(record: Record) -> Any:
-    """Return how many times as large as the least earlier ones the last layer's gradients are by record: at least 1."""
+    """Return by record how many times the last layer's gradients exceed their smallest earlier median; at least 1."""
     where = record.layers[-1] if record.layers else "", "grad_output"
-    if (place := record.places.get(where)) is None:
+    if (row := record.places.get(where)) is None:
         return np.ones(len(record.steps))
-    sizes = record.measures["rms"][:, place] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
+    sizes = record.measures["rms"][:, row] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
         return np.fmax(1.0, sizes / np.fmin.accumulate(earlier(sizes)))
@@ -361,5 +361,5 @@ def first_departures(record: Record) -> str:
     nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' if len(record.steps) != 1 else ''}"
     if not (first := departures(record)):
         return nothing
-    names = "; ".join(f"{each}{'' if place else f' at step {each.step}'}" for place, each in enumerate(first[:LISTED]))
+    names = "; ".join(f"{each}{'' if index else f' at step {each.step}'}" for index, each in enumerate(first[:LISTED]))
     return f"{nothing}. What changed first: {names}"
