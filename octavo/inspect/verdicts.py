@@ -225,20 +225,20 @@ class _Judge:
         factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", USUAL_LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
 
-    def difference(self, worst: Finding | None) -> _Difference | None:
+    def difference(self, finding: Finding | None) -> _Difference | None:
         """Return where FP8 differs first and lastingly, or else at the step of a cast's worst finding alone."""
-        return self.first_lasting(worst) or self.at_the_cast(worst)
+        return self.first_lasting(finding) or self.at_the_cast(finding)
 
-    def first_lasting(self, worst: Finding | None) -> _Difference | None:
+    def first_lasting(self, finding: Finding | None) -> _Difference | None:
         """Return where FP8 differs first, in most of some steps in turn; by twice as much beside another fault."""
         # another fault disturbs scales for some steps: "weight x 10,000"
-        has_other_fault = worst is not None and not worst.products
+        has_other_fault = finding is not None and not finding.products
         return _first_beyond(self.twins.distances / (LIMIT_FACTOR_IF_OTHER_FAULT if has_other_fault else 1.0))
 
-    def at_the_cast(self, worst: Finding | None) -> _Difference | None:
+    def at_the_cast(self, finding: Finding | None) -> _Difference | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
         # FP8 differs where the cast is worst, and in too few steps in turn: "outlier channel"
-        for step in (worst.begins, worst.worst) if worst is not None and worst.products else ():
+        for step in (finding.begins, finding.worst) if finding is not None and finding.products else ():
             at = self.twins.steps.index(step) if step in self.twins.steps else None
             if at is not None and len(columns := np.flatnonzero(self.twins.distances[at] > 1)):
                 return _Difference(at, _layer_of(int(columns[0])))

@@ -24,7 +24,7 @@ from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
 
-class Column(NamedTuple):
+class MovedColumn(NamedTuple):
     """A column of a record's "moved": a count or a sum of a weight's sampled elements.
 
     Attributes:
@@ -40,26 +40,26 @@ class Column(NamedTuple):
 
 
 MOVED = (  # a record's "moved" is [weights, 18], in this order
-    Column("elements", "how many are sampled of the weight"),
-    Column("moments", "how many are sampled of each moment in codes"),
-    Column("masters", "how many are sampled of a master that was there before the step"),
-    Column("update", "squares of what the optimizer's step changes", {"update": "elements", "resolution": "grid"}),
-    Column("grid", "squares of the distances between numbers of the weight's dtype"),
-    Column("changed", "how many the step changes", {"changed": "elements"}),
-    Column("first_flushed", "how many first moments are 0 while the second is not", {"first_flushed": "moments"}),
-    Column("second_flushed", "the same of second moments", {"second_flushed": "moments"}),
-    Column("master_update", "as update", {"master_update": "masters", "master_resolution": "grid"}),
-    Column("master_changed", "as changed", {"master_changed": "masters"}),
-    Column("changed_between_records", "squares of changes from the last update to this step", {"between": "elements"}),
-    Column("gradients", "how many are sampled of the gradient"),
-    Column("plain_second_moments", "how many are sampled of a second moment that is a plain tensor"),
-    Column("sampled_before_update", "how many are sampled before the optimizer's step"),
-    Column("weight", "squares of the weight after the step", {"size": "elements"}),
-    Column("gradient", "squares of what the optimizer gets", {"gradient": "gradients"}),  # inf if one is inf or NaN
-    Column("changed_by_others", "squares of changes before the update", {"outside": "sampled_before_update"}),
-    Column("second_moment_sum", "sum of such second moments", {"second_moment": "plain_second_moments"}),
+    MovedColumn("elements", "how many are sampled of the weight"),
+    MovedColumn("moments", "how many are sampled of each moment in codes"),
+    MovedColumn("masters", "how many are sampled of a master that was there before the step"),
+    MovedColumn("update", "squares of what the optimizer's step changes", {"update": "elements", "resolution": "grid"}),
+    MovedColumn("grid", "squares of the distances between numbers of the weight's dtype"),
+    MovedColumn("changed", "how many the step changes", {"changed": "elements"}),
+    MovedColumn("first_flushed", "how many first moments are 0 while the second is not", {"first_flushed": "moments"}),
+    MovedColumn("second_flushed", "the same of second moments", {"second_flushed": "moments"}),
+    MovedColumn("master_update", "as update", {"master_update": "masters", "master_resolution": "grid"}),
+    MovedColumn("master_changed", "as changed", {"master_changed": "masters"}),
+    MovedColumn("changed_between_records", "squares of change since the last record's update", {"between": "elements"}),
+    MovedColumn("gradients", "how many are sampled of the gradient"),
+    MovedColumn("plain_second_moments", "how many are sampled of a second moment that is a plain tensor"),
+    MovedColumn("sampled_before_update", "how many are sampled before the optimizer's step"),
+    MovedColumn("weight", "squares of the weight after the step", {"size": "elements"}),
+    MovedColumn("gradient", "squares of what the optimizer gets", {"gradient": "gradients"}),  # inf if not finite
+    MovedColumn("changed_by_others", "squares of changes before the update", {"outside": "sampled_before_update"}),
+    MovedColumn("second_moment_sum", "sum of such second moments", {"second_moment": "plain_second_moments"}),
 )
-COLUMNS = tuple(column.name for column in MOVED)
+MOVED_NAMES = tuple(column.name for column in MOVED)
 # columns that are sums of squares, and those that are numbers of sampled elements
 SQUARES = "update", "grid", "master_update", "changed_between_records", "weight", "gradient", "changed_by_others"
 COUNTS = "elements", "moments", "masters", "gradients", "plain_second_moments", "sampled_before_update"
@@ -288,7 +288,7 @@ class Updates:
         sums["first_flushed"], sums["second_flushed"] = _flushed(new)
         sums["second_moment_sum"] = padded([sample.second for sample in new]).double().sum(-1)
         self._last = after.weights
-        return torch.stack([sums[name] for name in COLUMNS], 1)
+        return torch.stack([sums[name] for name in MOVED_NAMES], 1)
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
