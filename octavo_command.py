@@ -89,7 +89,7 @@ def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
 
 
 def parser(version: str = "") -> tuple[Parser, argparse._SubParsersAction[Parser]]:
-    """The command's parser, and what sub-commands are added to."""
+    """Return the command's parser, and the action that sub-commands are added to."""
     top = Parser(
         prog="octavo",
         description="Train PyTorch models in FP8.",

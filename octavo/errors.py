@@ -11,11 +11,11 @@ class OctavoError(Exception):
 
 
 class UnsupportedOpError(OctavoError, NotImplementedError):
-    """An aten op reached a ScaledTensor that has no rule for it; nothing was dequantised."""
+    """An operation that octavo's tensors or modules have no rule for; nothing was dequantised."""
 
 
 class HigherOrderGradientError(OctavoError, RuntimeError):
-    """A second derivative, or a torch.func transform, was asked of an FP8 product."""
+    """An FP8 product was asked for a second or forward-mode derivative, batched gradients or a torch.func transform."""
 
 
 class MissingExtraError(OctavoError, ImportError):

@@ -136,5 +136,6 @@ def format_of(dtype: torch.dtype) -> Format:
         TypeError: for any other dtype.
     """
     if dtype not in CAST_FORMATS:
-        raise TypeError(f"{dtype} is no float8 format of octavo; use torch.float8_e4m3fn or torch.float8_e5m2")
+        dtypes = "torch.float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2"
+        raise TypeError(f"{dtype} is no dtype of octavo's codes; use {dtypes}")
     return CAST_FORMATS[dtype]

@@ -63,7 +63,7 @@ def test_torchs_dtypes_have_formats() -> None:
     assert FORMATS == {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
     assert [format_of(dtype) for dtype in FORMATS] == [E4M3, E5M2]
     for dtype in (torch.bfloat16, torch.float8_e4m3fnuz, torch.uint8):
-        with pytest.raises(TypeError, match=f"{dtype} .*float8_e4m3fn or torch.float8_e5m2"):
+        with pytest.raises(TypeError, match=f"{dtype} .*float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2"):
             format_of(dtype)
 
 

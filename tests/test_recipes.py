@@ -30,6 +30,10 @@ def test_tables_and_pages_name_every_recipe_and_no_other():
         assert {name for name in ALL if f"recipes.{name}" not in text and f"`{name}(" not in text} == set(), page
         names = re.findall(r"\brecipes\.(\w+)\(", text) + re.findall(r"^\| `(\w+)\(\)` \|", text, re.MULTILINE)
         assert [name for name in names if not hasattr(recipes, name)] == [], page
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [name for name in ALL if not re.search(rf"(`|recipes\.){name}(`|\()", changelog)] == [], (
+        "CHANGELOG.md names each recipe"
+    )
 
 
 def test_the_page_has_the_formats_of_gradients():

@@ -358,8 +358,8 @@ def committed(name: str, shape: tuple[int, int], again: bool) -> Case:
     x, activation = _activation(name, True, shape)
     one = torch.ones(1, 1)
     arguments = x, *delayed_state(), one, one, E5M2, False, 0, *UPDATE, True, PAD, True, *activation.values()
-    value = {"value_scale": torch.ones(1), "value_dtype": E4M3, "value_transposed": True} if again else {}
-    call = functools.partial(KERNELS["cast_and_commit"], *arguments, **value)
+    recast = {"recast_scale": torch.ones(1), "recast_dtype": E4M3, "recast_transposed": True} if again else {}
+    call = functools.partial(KERNELS["cast_and_commit"], *arguments, **recast)
     words = "transposed column sum", _words(name, True), f"and {name}" * again
     what = describe(TENSOR, E5M2, x, *words)
     return Case("cast_and_commit", what, call, 64 if ACTIVATIONS[name].gated else 128)

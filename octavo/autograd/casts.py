@@ -32,7 +32,8 @@ AnySource = Tensor | Castable  # see above
 # (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name, which nobody
 # changes); a plain tuple costs each cast a call less than a NamedTuple
 _OpInput = tuple[Tensor, Sequence[Any], Mapping[str, Any]]
-_Committed = Sequence[Any]  # the op's arguments between x and the output: state, amaxes, scaling, how to make scales
+# the op's arguments between x and the output: state, amaxes, scaling, how to make scales
+_CommitArguments = Sequence[Any]
 ForwardAmax = tuple[Tensor | None, Tensor | None]  # of the input and of the weight; None where a role was not cast
 
 
@@ -52,7 +53,7 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
         return None
     if second is not None and not casts.coincide and (exact or cast.is_delayed or second.is_delayed):
         return None  # a history needs the amax of values that were not rounded
-    return cast if cast.tile == (ALL, ALL) or (cast.tile[0] == 1 and not cast.is_packed) else None
+    return cast if cast.has_one_scale or (cast.tile[0] == 1 and not cast.is_packed) else None
 
 
 class Recast(NamedTuple):
@@ -144,8 +145,8 @@ def _op_input(source: AnySource, request: CastRequest, rows: Rows, *casts: Cast)
         if request.keep_scale:
             options["keep"] = True
         if request.recast is not None:
-            options["value_scale"], options["value_dtype"] = request.recast
-            options["value_transposed"] = needs_transposed_codes(x.device)
+            options["recast_scale"], options["recast_dtype"] = request.recast
+            options["recast_transposed"] = needs_transposed_codes(x.device)
     elif isinstance(source, RotaryHeads):
         x, options["k"], options["v"], options["cos"], options["sin"], _ = source
     else:
@@ -215,7 +216,7 @@ def _cast(
     scale: Tensor | None,
     request: CastRequest,
     layouts: tuple[bool, bool],
-    committed: _Committed | None = None,
+    commit_arguments: _CommitArguments | None = None,
 ) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
@@ -227,7 +228,7 @@ def _cast(
 
     Args:
         cast: that of x as it lies, unless only the transposed one of ``layouts`` is needed.
-        committed: with it the op is ``cast_and_commit``, which also enters amaxes into the delayed state.
+        commit_arguments: with it the op is ``cast_and_commit``, which also enters amaxes into the delayed state.
     """
     x, activation, options = op_input
     (as_is, transposed), role = layouts, request.role
@@ -239,24 +240,24 @@ def _cast(
     writes_transposed = transposed and (cast.is_packed or needs_transposed_codes(x.device))
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and not is_grouped
-    if writes_transposed and not as_is and is_plain and (committed is None or not sums_columns):
-        return _cast_transpose(op_input, cast, scale, request, pad, committed)
+    if writes_transposed and not as_is and is_plain and (commit_arguments is None or not sums_columns):
+        return _cast_transpose(op_input, cast, scale, request, pad, commit_arguments)
     if is_grouped:
         options = {**options, "as_is": as_is or not writes_transposed}
     arguments = cast.arguments if as_is else cast.arguments_transposed
     output = writes_transposed, pad, sums_columns, *activation
-    if committed is None:
+    if commit_arguments is None:
         q, q_t, scale_inv, amax, *results = kernels.cast(x, scale, role, *arguments, *output, **options, **cast.named)
     else:
-        q, q_t, scale_inv, *results = kernels.cast_and_commit(x, *committed, *output, **options)
-    if committed is not None or not cast.is_delayed:
+        q, q_t, scale_inv, *results = kernels.cast_and_commit(x, *commit_arguments, *output, **options)
+    if commit_arguments is not None or not cast.is_delayed:
         amax = None
     elif is_grouped:
         amax = amax.amax(0, keepdim=True)  # groups share one history
     pair = (q, scale_inv) if as_is else None
     pair_t = None
     if transposed:
-        has_one_scale = not is_grouped and cast.tile == (ALL, ALL)  # which is its own transpose
+        has_one_scale = not is_grouped and cast.has_one_scale  # which is its own transpose
         pair_t = q_t if writes_transposed else q.t(), scale_inv if has_one_scale else scale_inv.t()
     if is_norm or is_grouped:
         return Operands(pair, pair_t, amax, None, NormResults(*results) if is_norm else None)
@@ -264,19 +265,24 @@ def _cast(
     recast_scale = results[1] if request.keep_scale else None
     recast_codes = None
     if request.recast is not None:
-        recast_codes = results[1] if options["value_transposed"] else results[1].t()
+        recast_codes = results[1] if options["recast_transposed"] else results[1].t()
     return Operands(pair, pair_t, amax, column_sum, None, recast_scale, recast_codes)
 
 
 def _cast_transpose(
-    op_input: _OpInput, cast: Cast, scale: Tensor | None, request: CastRequest, pad: int, committed: _Committed | None
+    op_input: _OpInput,
+    cast: Cast,
+    scale: Tensor | None,
+    request: CastRequest,
+    pad: int,
+    commit_arguments: _CommitArguments | None,
 ) -> Operands:
     """Cast a dense tensor where only its transposed codes are needed: x.t() is read, as codes always lie like x."""
     x, _, options = op_input
     if "place" in options:
         options = {**options, "place": options["place"][::-1]}
-    if committed is not None:
-        q, _, scale_inv, *_ = kernels.cast_and_commit(x.t(), *committed, False, pad, False, **options)
+    if commit_arguments is not None:
+        q, _, scale_inv, *_ = kernels.cast_and_commit(x.t(), *commit_arguments, False, pad, False, **options)
         return Operands(None, (q, scale_inv))
     arguments = *cast.arguments, False, pad, False
     q, _, scale_inv, amax, *_ = kernels.cast(x.t(), scale, request.role, *arguments, **options, **cast.named)
@@ -324,8 +330,8 @@ def cast_and_commit(
     cast = casts.as_is if casts.coincide and rows.offsets is None and rows.parts is None else None
     if cast is not None and cast.is_delayed and not cast.is_packed and any(layouts):  # per tensor
         scaling = cast.format.dtype, cast.power_of_two, cast.margin
-        committed = *state, *forward_amax, *scaling, *request.recipe.delayed_update
-        return _cast(_op_input(source, request, rows, cast), cast, None, request, layouts, committed)
+        commit_arguments = *state, *forward_amax, *scaling, *request.recipe.delayed_update
+        return _cast(_op_input(source, request, rows, cast), cast, None, request, layouts, commit_arguments)
     operands = cast_role(source, request, state, rows)
     commit(state, request.recipe, (*forward_amax, operands.amax), rows.parts)
     return operands

@@ -31,7 +31,7 @@ from octavo.autograd.casts import operands_of_codes
 from octavo.autograd.gather_input import GatherReader
 from octavo.autograd.grouped import Routing, group_of_rows
 from octavo.granularity import ALL
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import scale_inv_from_scale
 from octavo.scaling.recipe import Cast
 from octavo.tensor.collectives import exchanged_rows, gathered_parts, maximum_over_ranks, pack_message, unpack_message
 from octavo.tensor.pair import ForProducts, Operands
@@ -181,7 +181,7 @@ def _bring_back(y: Tensor, journey: Journey) -> Tensor:
 
 
 def _shares_scales(sending: RowsToSend) -> bool:
-    return sending.cast is not None and sending.cast.tile == (ALL, ALL)
+    return sending.cast is not None and sending.cast.has_one_scale
 
 
 def _amax_of_groups(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Te
     cast, role, state = sending.cast, sending.role, sending.reader.state
     assert cast is not None
     delayed = state.in_force(role)[role] if cast.is_delayed and state is not None else None
-    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed)
+    scale = cast.scale_of(amax, delayed)
     q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
     cast_together([MatrixToCast(x, codes, scale=one) for x, codes, one in groups if len(x)], cast)

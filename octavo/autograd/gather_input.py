@@ -10,7 +10,8 @@ Each rank casts its tokens, and codes and scales are what is sent:
                    scale. The codes serve both products that read them
     rows, blocks   each token's scales are sent beside its codes. grad_weight reads along the tokens, in another
                    scaling, which is cast from the values of the gathered codes
-    exact          what the recipe scales in two ways is no case of this file: it is gathered in its dtype
+    exact          a role that the recipe scales in two ways is not gathered here but by torch, in its dtype (can_gather
+                   is False)
 
 Sums are in the tensor's dtype, or as ``wire.reduce`` makes them.
 
@@ -31,7 +32,6 @@ from octavo.autograd.observer import Observer
 from octavo.autograd.rows import Wire
 from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
-from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import untraced
 from octavo.scaling.delayed import State
@@ -125,13 +125,13 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     norm_arguments = source._asdict() if isinstance(source, NormSource) else {"x": source}
     rows = norm_arguments.pop("x")
     scale = amax = None
-    if has_one_scale := cast.tile == (ALL, ALL):
+    if cast.has_one_scale:
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
         scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **norm_arguments)
     q, _, scale_inv, _, *results = kernels.cast(rows, scale, role, *cast.arguments, **norm_arguments, keep=keep)
     for observed, observer in observers:
         observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))
-    if has_one_scale:
+    if cast.has_one_scale:
         q = _gathered(q, wire)
     else:
         message = _gathered(pack_message(q, scale_inv, cast.power_of_two), wire)

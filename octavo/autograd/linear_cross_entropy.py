@@ -9,8 +9,8 @@
 The factor that backward brings (1 / the number of rows, a loss scale) multiplies dx, dW and db, not G. So G has a scale
 before it is computed, 2^15 in E5M2, and no pass looks for its amax: one launch reads logits and writes codes. With
 131,072 columns a logit's first gradient is about 2^-17 of the largest: E5M2 reaches 2^-31 of it, E4M3 only 2^-17.
-That is so where a scale spans the contraction, by tensor and by row. Blocks along it are cast by the recipe's own cast
-of grad_output: a chunk holds whole blocks.
+The fixed scale is used where one scale spans the contraction (per tensor, per row). Blocks along it are cast by the
+recipe's own cast of grad_output: a chunk holds whole blocks.
 
 Saved for backward are dx and, where grad_weight is in FP8, G's codes transposed, a byte a logit, and those of x: dW is
 one product with one rounding. In high precision dW is added up in float32 in forward, which is 4 bytes an element of

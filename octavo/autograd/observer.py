@@ -20,7 +20,6 @@ from octavo.granularity import ALL, NV, Tile
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
 from octavo.kernels.reference.nvfp4 import rotated
-from octavo.numerics import scale_from_amax
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
@@ -69,7 +68,7 @@ class LayerCounts(NamedTuple):
             if cast is None or counts is None:
                 continue
             x, casts_transpose = x_RC, is_transposed != swaps
-            scale = delayed_scale if cast.is_delayed else shared_scale if cast.tile == (ALL, ALL) else None
+            scale = delayed_scale if cast.is_delayed else shared_scale if cast.has_one_scale else None
             if pair is not None:
                 tile, (q, scale_inv) = pair
             elif cast.is_packed:
@@ -87,7 +86,7 @@ class LayerCounts(NamedTuple):
         """Return the [3] scales of per-tensor casts of sharded weights; ``largest``: takes a maximum over ranks."""
         amaxes = largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards]))
         pairs = zip(amaxes, (cast for _, cast in shards), strict=True)
-        scales = [scale_from_amax(amax, cast.format.limit, cast.power_of_two, cast.margin) for amax, cast in pairs]
+        scales = [cast.scale_of(amax) for amax, cast in pairs]
         return [by_role(scale) for scale in scales]
 
 
@@ -151,20 +150,20 @@ class Observer(NamedTuple):
         operand: tuple[Tensor | None, Tensor | None],
         offsets: Tensor | None,
         amax: Tensor | None = None,
-        committed: State | None = None,
+        committed_state: State | None = None,
     ) -> None:
         """Note faults in a product's operand by its result; the operand is a pair, or (tensor, None) in high precision.
 
         "output" shows faults in the input, whose ``amax`` a Delayed cast has computed. "grad_input" shows faults in
-        grad_output, whose amax has entered the state ``committed``; where it is not computed, "grad_weight" does. A
+        grad_output, whose amax has entered ``committed_state``; where it is not computed, "grad_weight" does. A
         faulty element of a group's grad_weight does not show the row: all rows of the group are read.
         """
         if self.notes is None:
             return
         tensor, scale_inv = operand
         assert tensor is not None
-        if committed is not None:
-            amax = committed.amax_history[GRAD_OUTPUT, :1]
+        if committed_state is not None:
+            amax = committed_state.amax_history[GRAD_OUTPUT, :1]
         if name == "grad_weight" and offsets is not None:
             may_pad = scale_inv is not None and recipe.may_pad
             offsets = padded_ends(offsets, contraction_multiple(tensor.device, may_pad))

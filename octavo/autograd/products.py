@@ -113,7 +113,18 @@ def output(
 
 
 class Saved(NamedTuple):
-    """The tensors that backward needs: in high precision, pairs with the contraction last, ends of groups, amaxes."""
+    """The tensors that forward saves for backward; None where no gradient that is needed reads one.
+
+    Attributes:
+        x_TK: the input, for a grad_weight in high precision.
+        x_q, x_scale_inv: the input's transposed pair, for a grad_weight in FP8.
+        weight_NK: the weight, for a grad_input in high precision or a cast in backward (WeightSource).
+        weight_q, weight_scale_inv: the weight's transposed pair, for a grad_input in FP8.
+        offsets: [G] int32, where groups of rows end.
+        x_amax, weight_amax: of Delayed casts, which backward commits.
+        delayed_scale: of all roles [3], by which backward casts the weight again.
+        recast_scale: of an activation's output, whose codes backward computes again (casts.Recast), without an x_q.
+    """
 
     x_TK: Tensor | None
     x_q: Tensor | None
@@ -124,21 +135,21 @@ class Saved(NamedTuple):
     offsets: Tensor | None
     x_amax: Tensor | None
     weight_amax: Tensor | None
-    delayed_scale: Tensor | None  # by which the weight is cast again, see WeightSource
-    recast_scale: Tensor | None = None  # instead of x_q, see casts.Recast
+    delayed_scale: Tensor | None
+    recast_scale: Tensor | None = None
 
 
 def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, needs_dx: bool, needs_dw: bool) -> Saved:
     """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
-    read_again = weight_NK if source is None else source.tensor
+    weight_to_save = weight_NK if source is None else source.tensor
     no_pair: tuple[Tensor | None, Tensor | None] = None, None
     x_pair = x.transposed if needs_dw and recipe.grad_weight is not None else None
     weight_pair = weight.transposed if needs_dx and recipe.grad_input is not None else None
     return Saved(
         x_TK if needs_dw and recipe.grad_weight is None else None,
         *(x_pair or no_pair),
-        read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
+        weight_to_save if needs_dx and (recipe.grad_input is None or source is not None) else None,
         *(weight_pair or no_pair),
         layer.rows.offsets,
         x.amax,
@@ -148,10 +159,10 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
 
 
 def plan_for_next_pass(plan: BackwardPlan) -> BackwardPlan:
-    """Return the plan of another backward pass over the same graph (retain_graph).
+    """Return the plan for a second backward over a kept graph (retain_graph).
 
-    It casts grad_output by the scales that this one does, and commits its amax alone. What is compiled commits all of
-    the forward's again, by the scales that are in force then.
+    It casts grad_output by the scales that this pass reads, and commits only grad_output's amax: this pass has
+    committed forward's. Compiled code commits forward's amaxes in each pass, by the scales of that pass.
     """
     state = plan.layer.state if plan.layer.commits and plan.first_state is None else None
     if state is None or torch.compiler.is_compiling() or not keeps_graph():
@@ -263,7 +274,7 @@ def gradients(
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
     layer, dtype, recipe = plan.layer, plan.dtype, plan.layer.recipe
-    committed = layer.state if layer.commits else None
+    committed_state = layer.state if layer.commits else None
     needs_dx, needs_dw, needs_db = needs
     dx_TK = dw_NK = db_N = None
     if needs_dx:
@@ -277,7 +288,7 @@ def gradients(
             assert g.as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", g.as_is, (w_q, w_scale_inv), None, dtype, offsets)
         for observer in layer.observers:
-            observer.product(recipe, "grad_input", dx_TK, g.as_is or (g.grad_TN, None), offsets, None, committed)
+            observer.product(recipe, "grad_input", dx_TK, g.as_is or (g.grad_TN, None), offsets, None, committed_state)
     g.as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
@@ -289,7 +300,7 @@ def gradients(
         dw_NK = dw_NK.to(plan.weight_dtype)
         for observer in () if needs_dx else layer.observers:
             operand = g.transposed or (None if g.grad_TN is None else g.grad_TN.t(), None)
-            observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed)
+            observer.product(recipe, "grad_weight", dw_NK, operand, offsets, None, committed_state)
         g.transposed = None
     if needs_db:
         if (column_sum := g.column_sum) is None:

@@ -14,13 +14,13 @@ class Parts(NamedTuple):
     Attributes:
         group: the group's name.
         roles: for each of the three, whether each rank has a part of it; else all of it.
-        begins: whether a delayed scale may not be there yet; the same on all ranks of the group.
+        scale_may_be_missing: whether a delayed scale may not be there yet; the same on all ranks of the group.
         rank: this rank's number.
     """
 
     group: str
     roles: tuple[bool, bool, bool]
-    begins: bool = False
+    scale_may_be_missing: bool = False
     rank: int = 0
 
 

@@ -33,9 +33,9 @@ def scale_for(
     if parts is not None and not parts.roles[role]:
         parts = None  # it is whole on each rank
     delayed = state if cast.is_delayed else None
-    if parts is None or (delayed is not None and not parts.begins):
+    if parts is None or (delayed is not None and not parts.scale_may_be_missing):
         return None if delayed is None else delayed.in_force(role)
-    if cast.tile != (ALL, ALL) and not cast.is_packed:
+    if not cast.has_one_scale and not cast.is_packed:
         return None
     assert not isinstance(source, RotaryHeads)  # layers on several ranks are not joined
     x, *activation = (source,) if isinstance(source, Tensor) else source

@@ -16,5 +16,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Measure which tiles of kernels are fastest here."""
+    """Measure the fastest tiles, or forget them with --forget."""
     return command.tune_here(options)

@@ -68,7 +68,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
     if not named_layers:
         raise ValueError("the model holds no octavo.nn.Experts; octavo.convert(model, recipe) converts those it knows")
     for name, layer in named_layers:
-        if reason := _why_not(layer, mesh):
+        if reason := _why_not_shardable(layer, mesh):
             raise ValueError(f"{name or 'the model'}: {reason}")
     exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
@@ -79,7 +79,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
                 if parameter not in sharded:
                     sharded[parameter] = _sharded_experts(parameter, mesh)
                 owner._parameters[key] = sharded[parameter]
-        layer.exchange, layer.elsewhere = exchange, _feed_forward_on_ranks
+        layer.exchange, layer.feed_forward_on_ranks = exchange, _feed_forward_on_ranks
         layer.fp8.kept_operands = None
     return model
 
@@ -98,14 +98,15 @@ def _feed_forward_on_ranks(
     cast = cast_to_send(gate_up.recipe.input_casts, True, up_trains, exact)
     needs_dx = rows.requires_grad or up_trains or up_bias_trains
     dy_cast = None if down_bias_trains else cast_to_send(down.recipe.grad_output_casts, needs_dx, down_trains, exact)
-    x, journey = dispatch(rows, offsets, gate_up.exchange, RowsToSend(cast, INPUT, _reader(gate_up, up_trains)))
+    rows_to_send = RowsToSend(cast, INPUT, _reader(gate_up, rows.device, up_trains))
+    x, journey = dispatch(rows, offsets, gate_up.exchange, rows_to_send)
     y = compute(x, journey.routing.offsets)
-    return combine(y, journey, RowsToSend(dy_cast, GRAD_OUTPUT, _reader(down, down_trains)))
+    return combine(y, journey, RowsToSend(dy_cast, GRAD_OUTPUT, _reader(down, rows.device, down_trains)))
 
 
-def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
+def _reader(layer: Grouped, device: torch.device, needs_dw: bool) -> GatherReader:
     observers = () if layer.observing is None else ((layer.recipe, layer.observing),)
-    return GatherReader(layer.recipe, layer.fp8.state, needs_dw, observers)
+    return GatherReader(layer.recipe, layer.fp8.state_on(device), needs_dw, observers)
 
 
 def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
@@ -117,7 +118,7 @@ def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
     return [module.gate_up, module.down] if isinstance(module, Experts | TransformersExperts) else []
 
 
-def _why_not(layer: Grouped, mesh: Any) -> str:
+def _why_not_shardable(layer: Grouped, mesh: Any) -> str:
     """Return why the experts can't be sharded over the mesh; "" if they can."""
     weight, _ = layer.own_parameters()
     if layer.exchange is not None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.formats import E4M3, HIGH_PRECISION, Format
+from octavo.formats import E4M3, FORMATS, HIGH_PRECISION, Format
 from octavo.granularity import BLOCK
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
@@ -140,7 +140,7 @@ class Fp8Reduction:
         group: Any = None,
         ranks_per_server: int | None = None,
     ) -> None:
-        if not isinstance(format, Format) or not format.signed:
+        if not isinstance(format, Format) or format not in FORMATS.values():
             raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
         if gather_dtype not in (None, *HIGH_PRECISION):
             raise TypeError(f"gather_dtype={gather_dtype}: use torch.bfloat16, or None to gather in {format}")

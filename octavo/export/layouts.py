@@ -98,13 +98,15 @@ def written_pairs(
 class Layout(NamedTuple):
     """A form in which pairs are written.
 
-    ``scale_ending``: what the name of a weight's scales adds to the weight's. ``tiles``: those of the weight casts
-    that the layout can hold.
-    ``recipe``: the named recipe that fits. ``config``: returns config.json's entry for the layers and the names of the
-    matrices that stay in high precision; None if the layout is not one of files. ``method``: that entry's quant_method,
-    which load_fp8 checks; of the entry's other keys it reads weight_block_size alone, and refuses blocks of other sizes
-    than today's. ``matches_ends``: whether transformers' reader also skips matrices whose names end in one of
-    those names.
+    Attributes:
+        scale_ending: comes after a weight's name in the name of its scales.
+        tiles: of the weight casts that the layout can hold.
+        recipe: named in error messages as the remedy.
+        config: returns config.json's entry for the layers and the names of the matrices that stay in high precision;
+            None if the layout is not one of files.
+        method: that entry's quant_method, which load_fp8 checks; of the entry's other keys it reads weight_block_size
+            alone, and refuses blocks of other sizes than today's.
+        matches_ends: whether transformers' reader also skips matrices whose names end in one of those names.
     """
 
     scale_ending: str
@@ -205,7 +207,10 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
 
 
 def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
-    """Return the layers in FP8, and the names of other modules that own a matrix, but embeddings: none is quantised."""
+    """Return the FP8 layers by name, and the names of the other modules with a matrix, which stay in high precision.
+
+    Embeddings are left out. Raises ExportError if no layer is in FP8.
+    """
     modules_by_name = dict(model.named_modules(remove_duplicate=False))
     converted = ((name, module) for name, module in modules_by_name.items() if isinstance(module, RecipeModule))
     if not (layers := {name: module for name, module in converted if module.recipe.output is not None}):

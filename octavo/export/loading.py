@@ -36,6 +36,8 @@ from octavo.weights.stored import StoredWeight, take_values
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
 FileReader = Callable[[Path], CheckedFile]
+Slices = tuple[slice, ...]  # of a tensor, one for each dimension
+OwnPart = tuple[StoredWeight, bool]  # (this rank's part of a stored weight, whether ranks rounded it anew)
 
 
 class FileScales(NamedTuple):
@@ -98,10 +100,10 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
     return stored, others
 
 
-class _OnDisk(NamedTuple):
+class _CheckpointTensor(NamedTuple):
     """A tensor of the checkpoint: its open file and key; those of its scales, or None; its shape; its dtype's name.
 
-    ``matrices``: those of each expert, where these are tensors of their own.
+    ``matrices``: one for each expert's matrix, if the file has them apart; else empty.
     """
 
     file: CheckedFile
@@ -111,7 +113,7 @@ class _OnDisk(NamedTuple):
     dtype: str
     matrices: tuple[_ExpertMatrix, ...] = ()
 
-    def read(self, part: tuple[slice, ...], device: torch.device) -> Tensor:
+    def read(self, part: Slices, device: torch.device) -> Tensor:
         """Return a part of the tensor on this device; nothing else of the file is read."""
         return self.file.read(self.key, part).to(device, copy=True, memory_format=torch.contiguous_format)
 
@@ -121,7 +123,10 @@ class _ExpertMatrix(NamedTuple):
 
     expert: int
     rows: slice
-    tensor: _OnDisk
+    tensor: _CheckpointTensor
+
+
+Sources = dict[str, _CheckpointTensor]  # by name
 
 
 def load_fp8(
@@ -209,14 +214,14 @@ def load_fp8(
 # --- the checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def _tensors(folder: Path, reader: FileReader) -> dict[str, _OnDisk]:
+def _tensors(folder: Path, reader: FileReader) -> Sources:
     """Return the checkpoint's tensors by its own names, each FP8 weight with its scales; errors as ``load_fp8``'s."""
     _check_config(folder)
     files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
     if weights := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
         raise ValueError(f"{folder}: {weights[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
-    tensors: dict[str, _OnDisk] = {}
+    tensors: Sources = {}
     keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
     scales_by_weight = {weight: (reader(files[key]), key) for key, weight in scales.items()}
     for key, path in files.items():
@@ -227,7 +232,7 @@ def _tensors(folder: Path, reader: FileReader) -> dict[str, _OnDisk]:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
         file = reader(path)
-        tensor = tensors[key] = _OnDisk(file, key, scales_by_weight.get(key), *file.header(key))
+        tensor = tensors[key] = _CheckpointTensor(file, key, scales_by_weight.get(key), *file.header(key))
         is_e4m3, has_scales = tensor.dtype == "F8_E4M3", tensor.scales is not None
         if (has_scales or tensor.dtype.startswith("F8")) and not (is_e4m3 and has_scales):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
@@ -281,7 +286,7 @@ def _files_of_tensors(folder: Path, reader: FileReader) -> dict[str, Path]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _targets(model: nn.Module, checkpoint_tensors: dict[str, _OnDisk], strict: bool) -> dict[str, _OnDisk]:
+def _targets(model: nn.Module, checkpoint_tensors: Sources, strict: bool) -> Sources:
     """Return the checkpoint's tensor for each of the model's, by the model's names; errors as ``load_fp8``'s."""
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
         tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
@@ -310,11 +315,11 @@ def _targets(model: nn.Module, checkpoint_tensors: dict[str, _OnDisk], strict: b
     return targets
 
 
-def _by_models_names(model: nn.Module, tensors: dict[str, Tensor], sources: dict[str, _OnDisk]) -> dict[str, _OnDisk]:
+def _by_models_names(model: nn.Module, tensors: dict[str, Tensor], sources: Sources) -> Sources:
     """Return the checkpoint's tensors by the model's names; matrices of experts that are one parameter become one."""
     renamed = renaming(model, tensors)
     others = dict(sources)
-    tensors_by_name: dict[str, _OnDisk] = {}
+    tensors_by_name: Sources = {}
     for key, places in places_of_experts(model).items():
         matrices = tuple(_ExpertMatrix(*place, others.pop(name)) for name, place in places.items() if name in others)
         if matrices and len(matrices) == len(places):
@@ -329,7 +334,7 @@ def _first(names: list[str]) -> str:
     return f" (first {names[0]})" if names else ""
 
 
-def _check_target(model: nn.Module, key: str, source: _OnDisk) -> None:
+def _check_target(model: nn.Module, key: str, source: _CheckpointTensor) -> None:
     """Raise ValueError if the tensor of this name can't be loaded from a checkpoint's."""
     module, parameter = _owner(model, key)
     if tuple(parameter.shape) != source.shape:
@@ -365,7 +370,7 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
     return module, getattr(module, name)
 
 
-def _load(model: nn.Module, key: str, source: _OnDisk, device: Any) -> bool:
+def _load(model: nn.Module, key: str, source: _CheckpointTensor, device: Any) -> bool:
     """Load this rank's part of one tensor; return whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     local = on_this_rank(target)
@@ -402,7 +407,7 @@ class _DimSlices(NamedTuple):
         return cls(codes, slice(first, end), slice(part.start - codes.start, part.stop - codes.start))
 
 
-def _read_values(source: _OnDisk, part: tuple[slice, ...], device: torch.device, scales: FileScales | None) -> Tensor:
+def _read_values(source: _CheckpointTensor, part: Slices, device: torch.device, scales: FileScales | None) -> Tensor:
     """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
     if scales is None:
         return source.read(part, device)
@@ -415,7 +420,7 @@ def _read_values(source: _OnDisk, part: tuple[slice, ...], device: torch.device,
     return values[tuple(dim.wanted for dim in dims)]
 
 
-def _as_stored(target: Tensor, local: StoredWeight, source: _OnDisk, device: torch.device) -> tuple[StoredWeight, bool]:
+def _as_stored(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
     """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
 
     Codes stay as they are where possible.
@@ -437,15 +442,13 @@ def _stored_like(local: StoredWeight, codes: Tensor, scale_inv: Tensor, target: 
     return StoredWeight(codes, scale_inv, target.dtype, local.granularity, local is not target)
 
 
-def _experts_as_stored(
-    target: Tensor, local: StoredWeight, source: _OnDisk, device: torch.device
-) -> tuple[StoredWeight, bool]:
+def _experts_as_stored(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
     """Return as ``_as_stored``, for experts whose matrices are tensors: codes stay if all scales fit the target's."""
     experts = own_slices(target.shape, target)[0]
     scale_inv = torch.zeros(local.scales_shape(target.shape), dtype=torch.float32, device="cpu")
     height = local.granularity.of_matrices(target.shape).tile[0]
     scales_by_matrix = [(matrix, _scales_of(matrix.tensor)) for matrix in source.matrices]
-    all_fit = all(_fit_in(scale_inv[expert], height, rows, scales) for (expert, rows, _), scales in scales_by_matrix)
+    all_fit = all(_write_scales_if_they_fit(scale_inv, height, *each) for each in scales_by_matrix)
     all_fit = all_fit and local.may_have(scale_inv)
     values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=device)
     for (expert, rows, matrix), scales in scales_by_matrix:
@@ -457,13 +460,14 @@ def _experts_as_stored(
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _fit_in(scale_inv: Tensor, height: int, rows: slice, scales: FileScales | None) -> bool:
-    """Write the scales of an expert's matrix into those of the expert, whose blocks have this height, if they fit.
+def _write_scales_if_they_fit(scale_inv: Tensor, height: int, matrix: _ExpertMatrix, scales: FileScales | None) -> bool:
+    """Write a matrix's scales into its expert's if they fit; return whether they did.
 
-    ``scale_inv`` is 0 where none were written; a scale of several matrices must be the same in all.
+    ``scale_inv``: of all experts, by blocks of this height; 0 where none were written. A scale of several matrices must
+    be the same in all.
     """
-    its_scales = scale_inv[rows.start // height : -(-rows.stop // height)]
-    has_shared_block = len(scale_inv) > 1 and rows.start % height
+    its_scales = scale_inv[matrix.expert, matrix.rows.start // height : -(-matrix.rows.stop // height)]
+    has_shared_block = scale_inv.shape[1] > 1 and matrix.rows.start % height
     if scales is None or scales.scale_inv.shape != its_scales.shape or has_shared_block:
         return False
     if agrees := bool(((its_scales == 0) | (its_scales == scales.scale_inv)).all()):
@@ -471,7 +475,7 @@ def _fit_in(scale_inv: Tensor, height: int, rows: slice, scales: FileScales | No
     return agrees
 
 
-def _scales_of(source: _OnDisk) -> FileScales | None:
+def _scales_of(source: _CheckpointTensor) -> FileScales | None:
     """Return the scales of codes [N, K] or [E, N, K]; None for a tensor in high precision."""
     if source.scales is None:
         return None

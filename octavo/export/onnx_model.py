@@ -31,7 +31,7 @@ from octavo.kernels.onnx import VERSION, decompositions
 from octavo.private import pytree
 from octavo.weights.fsdp2 import on_this_rank
 
-_DELAYED_SCALE = 1  # the index of that argument of a cast
+_SCALE_ARGUMENT, _ROLE_ARGUMENT = 1, 2  # the indices of these arguments of a cast
 OPSETS = range(VERSION, 25)
 LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights are in a second one
 _SMALL = 1024  # elements: the dtype of a smaller weight does not matter
@@ -137,8 +137,8 @@ def _fold(module: fx.GraphModule) -> None:
             continue
         if (results := value(node)) is None:
             # a delayed cast without a history takes its input's own amax, in evaluation too
-            if (at := delayed_argument(node)) is not None and value(node.args[at])[node.args[at + 1]] == 0.0:
-                node.update_arg(at, None)
+            if is_delayed_cast(node) and value(node.args[_SCALE_ARGUMENT])[node.args[_ROLE_ARGUMENT]] == 0.0:
+                node.update_arg(_SCALE_ARGUMENT, None)
             continue
         for user in list(node.users):
             if user.target is operator.getitem:
@@ -170,10 +170,10 @@ def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
     return value
 
 
-def delayed_argument(node: fx.Node) -> int | None:
-    """Return the index of the argument that is a delayed scale; None if the node is no cast by one."""
+def is_delayed_cast(node: fx.Node) -> bool:
+    """Whether a node is a cast by a delayed scale."""
     is_cast = _is_octavos(node) and node.target._opname == "cast"  # type: ignore[union-attr]
-    return _DELAYED_SCALE if is_cast and isinstance(node.args[_DELAYED_SCALE], fx.Node) else None
+    return is_cast and isinstance(node.args[_SCALE_ARGUMENT], fx.Node)
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:

@@ -65,7 +65,7 @@ class TrainingState:
     def __init__(self, model: nn.Module, schedule: PrecisionSchedule | None = None) -> None:
         self.model, self.schedule = PlainModel(model).module, schedule
         recipes_of(self.model)
-        self._warning = ExitStack()  # has the hook that warns after sharded weights were loaded, until this state is
+        self._warning = ExitStack()  # the hook that warns at the next training forward; closed when a state is loaded
         self._hooks: list[RemovableHandle] = []
         if "lightning.fabric" in sys.modules:
             self._hooks.append(self.model.register_load_state_dict_post_hook(self._warn_at_next_forward))
@@ -114,7 +114,7 @@ class TrainingState:
         for index in (schedule.index, *range(len(schedule.phases))):
             storage: dict[Any, Any] = {**schedule.targets[index].storage_of(model)}
             if [storage.get(weight_of(layer)) is not None for layer in layers.values()] == are_stored:
-                schedule.load_state_dict({**schedule.state_dict(), "index": index})
+                schedule.load_state_dict({**schedule.state_dict(), "index": index})  # begin it without counting a step
                 return
 
     def _load_schedule_checked(self, saved: dict[str, Any]) -> None:
@@ -143,9 +143,11 @@ class TrainingState:
         """Load a state, before or after the model's and the optimizer's; every rank calls it.
 
         Raises:
-            ValueError: if it is of other recipes or phases, or if model or optimizer, loaded before, have another form.
-                Nothing is changed then.
+            ValueError: if it is no state of a TrainingState, or of other recipes or phases, or if model or optimizer,
+                loaded before, have another form. Nothing is changed then.
         """
+        if missing := {"schedule", "recipes", "delayed"} - state_dict.keys():
+            raise ValueError(f"this is no state that TrainingState.state_dict returned: it has no {min(missing)!r}")
         if (state_dict["schedule"] is None) != (self.schedule is None):
             raise ValueError("the checkpoint was saved with a schedule and there is none here, or the other way round")
         recipes_here = recipes_of(self.model)
@@ -197,16 +199,16 @@ def convert_once(
 
 
 class Following:
-    """The handle of follow_accumulation."""
+    """Undoes follow_accumulation."""
 
-    handle: RemovableHandle
+    hook: RemovableHandle
 
     def __init__(self) -> None:
         self.micro_batch = ExitStack()  # the contexts of the micro-batch that has begun
 
     def remove(self) -> None:
         """Remove the hook, even if a training was interrupted within a micro-batch."""
-        self.handle.remove()
+        self.hook.remove()
         self.micro_batch.close()
 
 
@@ -246,7 +248,7 @@ def follow_accumulation(
             if uses_gradients_early(inner) and not GradientState().sync_gradients:
                 following.micro_batch.enter_context(inner.accumulate())
 
-    following.handle = PlainModel(model).module.register_forward_pre_hook(begin)
+    following.hook = PlainModel(model).module.register_forward_pre_hook(begin)
     return following
 
 

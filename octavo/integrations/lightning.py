@@ -39,8 +39,9 @@ class OctavoPrecision(Precision):
         schedule: the PrecisionSchedule, once training begins.
 
     Raises:
-        ValueError: from here or ``fit``: for an unknown recipe or precision, a model that was converted with another
-            recipe or sharded first, a checkpoint of another recipe, or options that don't fit the optimizer.
+        ValueError: from here or ``fit``: for an unknown recipe or precision, phases by tokens, a model that was
+            converted with another recipe or sharded first, a checkpoint of another recipe, or options that don't fit
+            the optimizer.
 
     Example:
         >>> OctavoPrecision("delayed").precision
@@ -59,6 +60,8 @@ class OctavoPrecision(Precision):
         self.recipe: Any = as_recipe(recipe)
         if schedule and schedule[0].recipe != self.recipe:
             raise ValueError(f"the first phase is {schedule[0]}, but the recipe is another: give the same")
+        if by_tokens := [phase for phase in schedule if phase.trigger == "from_tokens"]:
+            raise ValueError(f"{by_tokens[0]}: Lightning counts no tokens; begin it by from_step")
         self.precision: Any = precision
         self.select, self.phases = select, tuple(schedule)
         self.schedule: PrecisionSchedule | None = None

@@ -50,7 +50,7 @@ def _initialise(module: Any) -> None:
         type(module)._init_self_parameters(module)
 
 
-def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
+def _convert_built_models(model_config: Any, config: OctavoConverter.Config) -> None:
     """Make a model's configuration convert each model that it builds; some registries call nothing but its build."""
     kind = type(model_config)
 
@@ -116,5 +116,5 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
 
     def convert(self, model_config: Any) -> Any:
         """Return the same configuration, which from now on converts the models that it builds."""
-        _converting(model_config, self.config)
+        _convert_built_models(model_config, self.config)
         return model_config

@@ -130,6 +130,9 @@ class OctavoCallback(TrainerCallback):
                 "the model is not converted: give the callback to Trainer(callbacks=[...]), not to add_callback; and "
                 "with model_init=, call octavo.convert there"
             )
+        by_tokens = [phase for phase in self.phases if phase.trigger == "from_tokens"]
+        if by_tokens and args.include_num_input_tokens_seen in ("no", False):
+            raise ValueError(f"{by_tokens[0]}: Trainer counts tokens with include_num_input_tokens_seen='all' only")
         if self.checkpoint_in_fp8:
             checkpoint_model_in_fp8(model)
         if args.max_grad_norm:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from octavo.formats import E2M1, HIGH_PRECISION
-from octavo.granularity import ALL, NV, PACKED_TILES, Tile, scale_shape, tiles_along
+from octavo.granularity import ALL, NV, Tile, check_packed, granularity_of, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.checks import (
     WITH_MEMORY,
@@ -381,7 +381,7 @@ def _unpack_cast(
     else:
         _refuse("no gamma is given", kind=kind)
     if first.tile != (ALL, ALL) or offsets is not None or second is not None:
-        _refuse("there is not one scale", keep=output.keep and gamma is None, value_scale=output.recast)
+        _refuse("there is not one scale", keep=output.keep and gamma is None, recast_scale=output.recast)
     if second is not None:
         _refuse("there are two scalings", delayed_scale=delayed_scale, offsets=offsets)
     if offsets is not None:
@@ -412,27 +412,27 @@ def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offs
         if scaling is None or not scaling.is_packed:
             continue
         tile = scaling.tile[::-1] if is_transposed else scaling.tile
-        if tile not in PACKED_TILES or not scaling.power_of_two or output.pad != NV[1] or offsets is not None:
-            raise ValueError(
-                f"E2M1 in tiles of {scaling.tile}, pad={output.pad}: it is cast in blocks of 1x16, of 16x1 transposed, "
-                "or of 16x16, with a power of two as outer scale, pad=16, and not of rows in groups"
-            )
+        check_packed(granularity_of(tile), scaling.power_of_two, "transposed, " * is_transposed)
+        if output.pad != NV[1] or offsets is not None:
+            raise ValueError(f"E2M1, pad={output.pad}: it is cast with pad=16, and not of rows in groups")
 
 
 def _with_recast(output: Output, source: CastSource, named: dict[str, Any]) -> tuple[Output, dict[str, Tensor]]:
-    """Return (the output with the recast that the op's ``value_`` arguments ask for, the tensors of heads by name).
+    """Return (the output with the recast that the op's ``recast_`` arguments ask for, the tensors of heads by name).
 
     ``named``: the op's named arguments that are left: those two kinds.
     """
     if not named:
         return output, {}
-    scale, dtype, transposed = (named.pop(f"value_{name}", None) for name in ("scale", "dtype", "transposed"))
+    scale, dtype, transposed = (named.pop(f"recast_{name}", None) for name in ("scale", "dtype", "transposed"))
     heads = {name: tensor for name, tensor in named.items() if tensor is not None}
     if scale is None:
         return output, heads
     if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
-        raise ValueError("value_scale: give value_dtype, and an activation's gradient whose preactivation is no codes")
-    check_shape("value_scale", scale, (1,))
+        raise ValueError(
+            "recast_scale: give recast_dtype, and an activation's gradient whose preactivation is no codes"
+        )
+    check_shape("recast_scale", scale, (1,))
     scaling = Scaling(dtype, (ALL, ALL), False, 0, scale)
     return output._replace(recast=scaling, recast_transposed=bool(transposed)), heads
 

@@ -75,6 +75,6 @@ def enters_again(delayed_before: Tensor, numbers: Tensor) -> Tensor:
 
 
 def scales_of_pass(delayed_scale: Tensor, delayed_before: Tensor) -> Tensor:
-    """``octavo::scales_of_pass``."""
+    """Compute the op ``octavo::scales_of_pass``; its contract is in signatures.py."""
     written = delayed_before[0] == backward_pass(delayed_scale.device)[0]
     return torch.where(written, delayed_before[1].view(torch.float32), delayed_scale)

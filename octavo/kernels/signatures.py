@@ -39,14 +39,16 @@ Arguments that mean the same everywhere:
     mean, rstd     [R] fp32, a norm's row statistics; mean is [0] for rms_norm
     keep           a norm returns y too, rounded to x's dtype; else [0, 0]. Another cast with one scale, whose tile is
                    (-1, -1), returns that too after the sums, fp32 [1]
-    value_scale    [1] fp32: where an activation's gradient is cast by one scale, the activation, computed again from
-                   preactivation, is cast by this one too: its codes of value_dtype, as they lie or, with
-                   value_transposed, transposed, are the last result. In Python this second cast is the ``recast``
-                   (Output.recast, autograd's Recast); in Triton's kernels it is ``value`` and ``y_function``
+    recast_scale    [1] fp32: where an activation's gradient is cast by one scale, the activation, computed again from
+                   preactivation, is cast by this one too: its codes of recast_dtype, as they lie or, with
+                   recast_transposed, transposed, are the last result
     offsets        [G] int32: x's rows are in groups, which are matrices of their own (groups.py says where their codes
                    and scales lie). Offsets that descend or go beyond the rows raise ValueError where the reference
                    runs; Triton's kernels, whose host does not wait for their values, then take all groups to have no
                    rows, and products are NaN
+
+Three more ops are custom_ops in autograd/: grouped_mm (grouped.py), first_scale (shared_scales.py) and join_scales
+(linear_cross_entropy.py).
 
 Ops are registered by torch.library.Library rather than by the custom_op decorator: 4 us against 17 us a call in eager.
 """
@@ -92,7 +94,7 @@ _EXTRAS = (
     "int[2] h_tile=[-1, -1]"
 )
 _HEADS = "Tensor? k=None, Tensor? v=None, Tensor? cos=None, Tensor? sin=None"
-_VALUE = "Tensor? value_scale=None, ScalarType? value_dtype=None, bool value_transposed=False"
+_RECAST = "Tensor? recast_scale=None, ScalarType? recast_dtype=None, bool recast_transposed=False"
 _NORM = 'str kind="", Tensor? gamma=None, Tensor? beta=None, float eps=0.0, bool zero_centered=False, bool keep=False'
 _PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
 _LOSS = "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap"
@@ -104,7 +106,7 @@ SCHEMAS = {
     "amax": "(Tensor x, int[2] tile) -> Tensor",
     # what is cast                   results 0, 1                   2, 3                          4 and on
     # x, a function of it or heads,  qdata, transposed              scale_inv, amax               sums, then the scale
-    #   by one scaling                                                                            (keep), value's codes
+    #   by one scaling                                                                            (keep), recast's codes
     # the same by two, Dynamic       qdata, second qdata            scale_inv, second scale_inv   sums
     # a norm (gamma)                 as above, by one or by two     as above                      mean, rstd, y
     # rows in groups (offsets),      qdata, transposed [C, Rp]      scale_inv, amax               none
@@ -119,11 +121,11 @@ SCHEMAS = {
     # an operand's, contraction last. matmul, dequantize and cast_statistics read either
     "cast": "(Tensor x, Tensor? delayed_scale, int role, ScalarType dtype, int[2] tile, bool power_of_two, int margin, "
     f"bool transpose=False, {_EXTRAS}, *, {_HEADS}, {_NORM}, "
-    f"Tensor? offsets=None, bool as_is=True, {_SECOND}, {_VALUE}) -> Tensor[]",
+    f"Tensor? offsets=None, bool as_is=True, {_SECOND}, {_RECAST}) -> Tensor[]",
     # the delayed cast of grad_output by its scales_of_pass, and delayed_update with the amax it finds: (qdata,
-    # transposed qdata or [0, 0], scale_inv, sums, the value's codes or [0, 0])
+    # transposed qdata or [0, 0], scale_inv, sums, the recast's codes or [0, 0])
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
-    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}, *, {_HEADS}, {_VALUE}) "
+    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}, *, {_HEADS}, {_RECAST}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # of logits [T, V] of any strides and target [T] int64, the number of the column that is right: (each row's loss,
     # the logarithm of the sum of its exponentials), float32, as reference/cross_entropy.py says; softcap 0: none
@@ -146,10 +148,10 @@ SCHEMAS = {
     # newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
     # how many rows of a product's operand [R, C'], codes or numbers, have faults, by its result y [R, C]: added to
-    # found [4], as reference/cast_statistics.py says, with the operand's scales, dense, and its amax [1]. The first
+    # faults [4], as reference/cast_statistics.py says, with the operand's scales, dense, and its amax [1]. The first
     # fault leaves its place [1] in first [1], int32 and 0 before; of rows in groups, which end at offsets [G], its
     # place and the group's number added up. Scales of groups without rows, one a group, are left out
-    "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
+    "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) faults, "
     "Tensor(b!) first, Tensor? offsets=None) -> ()",
     # q, k, v [B, S, heads, D], D even, of one dtype and any strides: q and k turned by rotary angles, and v as it is,
     # beside each other: [B, S, all heads x D]; inverse: turned back. cos and sin are [1 or B, S, D], or [.., D / 2]

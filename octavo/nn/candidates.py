@@ -2,8 +2,8 @@
 
 | reasons why a module stays as it is | test | is asked by |
 |---|---|---|
-| it can't be converted | ``why_left_alone`` | ``why_not``; convert with a ``select`` |
-| the same, and it is no linear layer, or too small | ``why_not`` | convert without a ``select``; summary |
+| it can't be converted | ``why_left_alone`` | ``why_not_selected``; convert with a ``select`` |
+| the same, and it is no linear layer, or too small | ``why_not_selected`` | convert without a ``select``; summary |
 | its weight is read without a call of it | ``past_reads`` | convert, summary |
 | all of these, or its ``select`` leaves it out | ``_why_not_chosen`` of convert.py | convert |
 | it is not fused | ``refusal`` of known_forwards.py | convert with ``fuse``; summary |
@@ -196,7 +196,7 @@ def why_left_alone(module: nn.Module) -> str | None:
     return None
 
 
-def why_not(module: nn.Module, converted: Sequence[nn.Module] = ()) -> str | None:
+def why_not_selected(module: nn.Module, converted: Sequence[nn.Module] = ()) -> str | None:
     """Return why convert with its default select leaves a module alone; None if it doesn't.
 
     ``converted``: the model's converted layers. If a small one is among them, the caller's select has decided.

@@ -120,7 +120,7 @@ class _Region:
 
     def pack(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
         parts = [x]
-        if not (why := _why_not(x) or self.why_exact):
+        if not (why := _why_not_rounded(x) or self.why_exact):
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
             parts = [pair.qdata, pair.scale_inv]
             self.why_exact = "not the first"
@@ -135,7 +135,7 @@ class _Region:
         return qdata if dtype is None else ScaledTensor(qdata, scale_inv[0], PerRow(), dtype).dequantize()
 
 
-def _why_not(x: Tensor) -> str:
+def _why_not_rounded(x: Tensor) -> str:
     """Return why an argument stays as it is; "" if it can be a pair."""
     if x.dtype not in HIGH_PRECISION:
         return str(x.dtype).removeprefix("torch.")

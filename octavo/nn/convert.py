@@ -21,7 +21,7 @@ from octavo.nn.candidates import (
     past_reads,
     restore_class,
     why_left_alone,
-    why_not,
+    why_not_selected,
 )
 from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.known_forwards import KnownForward, fuse_known
@@ -211,7 +211,7 @@ def _granularities_in_fp8(
             raise ValueError(
                 f"{name}: a weight that is computed from others can't be stored in FP8: leave it out by select="
             )
-        if reason := StoredWeight.why_not(recipe_of_module, weight.requires_grad):
+        if reason := StoredWeight.why_not_storable(recipe_of_module, weight.requires_grad):
             raise ValueError(f"{name}: weights can't be stored in FP8 under {recipe_of_module.name!r}: {reason}")
         granularity = recipe_of_module.weight_casts.as_is.granularity  # type: ignore[union-attr]
         if stored_as(weight) is None:
@@ -472,7 +472,7 @@ def _why_not_chosen(name: str, module: nn.Module, select: Select | None, by_id: 
     if isinstance(module, RecipeModule):
         return None if select is None or select(module, name) else LEFT_OUT
     if select is None or (fp8_class(module) is None and experts_class(module) is None):
-        reason = why_not(module)
+        reason = why_not_selected(module)
     elif (reason := why_left_alone(module)) in (None, REPLACED) and not select(module, name):
         reason = LEFT_OUT
     return by_id.get(id(module)) if reason is None else reason

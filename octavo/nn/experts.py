@@ -123,8 +123,8 @@ def feed_forward(
         parts = FusedParts(rows.to(dtype), (None, None), tensors, rows=(Rows(offsets),) * 2)
         return run_as_one(parts, None, linears, activation, dtype)
 
-    if gate_up.elsewhere is not None:
-        return gate_up.elsewhere(rows, offsets, gate_up, down, compute)
+    if gate_up.feed_forward_on_ranks is not None:
+        return gate_up.feed_forward_on_ranks(rows, offsets, gate_up, down, compute)
     return compute(rows, offsets)
 
 

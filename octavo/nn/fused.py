@@ -196,7 +196,7 @@ class _NormLinear(Fused):
         self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe_for(recipe, "linear"))
         self.splits = self.linear.splits
 
-    def whole(self, input: Tensor) -> tuple[Any, Any]:
+    def output_and_norm(self, input: Tensor) -> tuple[Any, Any]:
         """Return (the output of all splits side by side, or a tuple of them if they are separate; the norm's)."""
         if (results := self._run_fused(input, "", self.return_norm_output)) is not None:
             return results
@@ -207,7 +207,7 @@ class _NormLinear(Fused):
         return output, normed
 
     def forward(self, input: Tensor) -> Any:
-        output, normed = self.whole(input)
+        output, normed = self.output_and_norm(input)
         if isinstance(output, Tensor):  # another module in the linear layer's place returns a tensor too
             output = split_output(output, self.splits)
         return (output, normed) if self.return_norm_output else output

@@ -64,7 +64,7 @@ class KnownForward(nn.Module):
     library_forward: Any  # repeats the source of the library's forward; compared with it, and never called
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         """Return why a module that has this forward, but not this class yet, stays as it is; or None."""
         return None
 
@@ -73,7 +73,7 @@ class KnownForward(nn.Module):
 
         Dropout's mode and dtypes are checked in forward.
         """
-        return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not(self)
+        return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not_fused(self)
 
     @property
     def input_layers(self) -> list[Any]:
@@ -87,7 +87,7 @@ class FeedForward(KnownForward):
     fused_kind = "feed-forward"
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         names = cls.part_names
         is_gated = len(names.input_layers) == 2
         down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
@@ -226,7 +226,7 @@ class LeanRMSNorm(KnownForward):
     variance_epsilon: float
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         weight: Any = getattr(module, "weight", None)
         if isinstance(getattr(module, "variance_epsilon", None), Tensor):
             return "its epsilon is a tensor"
@@ -268,6 +268,13 @@ class LeanT5Norm(LeanRMSNorm):
         return self.weight * hidden_states
 
 
+# what a decoder layer passes to its attention in place of arguments that its caller leaves out
+_DECODER_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("attention_mask", "position_ids", "cache", "position_embeddings")),
+    "use_cache": False,
+}
+
+
 class DecoderLayer(KnownForward):
     """The decoder layer of Llama and many others; each norm adds the residual, and in backward its gradient."""
 
@@ -295,7 +302,7 @@ class DecoderLayer(KnownForward):
         return hidden_states
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         norms = [getattr(module, name) for name in ("input_layernorm", "post_attention_layernorm")]
         are_fused = all(isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms)
         return None if are_fused else f"its norms, {class_of(norms[0]).__name__}, are not fused"
@@ -306,15 +313,17 @@ class DecoderLayer(KnownForward):
         return super().why_bypassed() or why
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class returns, which computes it where arguments are given by position."""
+        """Return what its own class returns, which computes it for arguments by position, or by an old name."""
         norms = self.input_layernorm, self.post_attention_layernorm
-        if args or not all(
+        are_lean = all(
             isinstance(norm, LeanRMSNorm) and forward_is_bypassable(norm) and norm.can_be_lean(hidden_states)
             for norm in norms
-        ):
+        )
+        # its own class gives past_key_values their new name, cache
+        if args or "past_key_values" in kwargs or not are_lean:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         x, residual = norms[0].norm_and_residual(hidden_states)
-        x, _ = self.self_attn(hidden_states=x, **kwargs)
+        x, _ = self.self_attn(hidden_states=x, **(_DECODER_DEFAULTS | kwargs))
         if x.dtype == residual.dtype:
             x, residual = norms[1].norm_and_residual(x, residual)
         else:  # under autocast, where torch's sum has the residual's wider dtype
@@ -387,7 +396,7 @@ class Attention(KnownForward):
             cls.eager_attention = staticmethod(names["eager_attention_forward"])
 
     @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
+    def why_not_fused(cls, module: nn.Module) -> str | None:
         layers = [getattr(module, name) for name in QKV]
         if not all(isinstance(layer, Linear) for layer in layers):
             return f"{', '.join(QKV)} are not all converted"
@@ -560,7 +569,7 @@ def refusal(module: nn.Module) -> str | None:
         return "its forward was replaced on the instance before octavo.convert"
     if parametrize.is_parametrized(module):
         return "its parameters are computed from others (weight_norm or the like)"
-    return known_class.why_not(module)
+    return known_class.why_not_fused(module)
 
 
 class FusedModule(NamedTuple):

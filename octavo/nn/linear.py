@@ -177,6 +177,7 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
     if in_fp8 := [key for name in splits if (key := f"{prefix}{name}.weight{SCALE_INV}") in state_dict]:
         return [f"{', '.join(in_fp8)}: splits in FP8 have scales of their own: octavo.nn.separate_splits(model) first"]
     errors: list[str] = []
+    keys_to_join: dict[str, list[str]] = {}
     for parameter in ("weight", "bias"):
         keys = {f"{prefix}{name}.{parameter}": size for name, size in splits.items()}
         if f"{prefix}{parameter}" in state_dict or not all(key in state_dict for key in keys):
@@ -184,15 +185,16 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
         shapes = {key: list(state_dict[key].shape) for key in keys}
         misfits = [key for key, size in keys.items() if shapes[key][:1] != [size]]
         errors += [f"{key} is {shapes[key]}, but its split has {keys[key]} rows" for key in misfits]
-        if not misfits:
-            state_dict[f"{prefix}{parameter}"] = torch.cat([state_dict.pop(key) for key in keys])
+        keys_to_join[f"{prefix}{parameter}"] = list(keys)
+    for joined_key, parts in keys_to_join.items() if not errors else ():
+        state_dict[joined_key] = torch.cat([state_dict.pop(key) for key in parts])
     return errors
 
 
 class Grouped(RecipeModule):
     """Base of the modules that multiply rows in groups, by matrices of their own or another module's."""
 
-    elsewhere: Callable[..., Tensor] | None = None  # computes these experts on the ranks that hold them
+    feed_forward_on_ranks: Callable[..., Tensor] | None = None  # computes these experts on the ranks that hold them
 
     @property
     def trains(self) -> tuple[bool, bool]:

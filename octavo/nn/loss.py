@@ -43,9 +43,9 @@ def cross_entropy(
     gradient, in their dtype.
 
     Args:
-        input: logits [T, V], bfloat16, float16 or float32.
+        input: logits [T, V], bfloat16, float16 or float32. NaN or +inf makes a row NaN, gradient included, as in torch.
         target: int64 [T], a column of each row, or ``ignore_index``.
-        ignore_index: rows with this target add nothing.
+        ignore_index: rows with this target add nothing, and have a gradient of 0 even if they hold NaN; torch's is NaN.
         reduction: "mean" over the rows that count, "sum", or "none".
         label_smoothing: the share of each target that is spread over all V columns, 0 to 1.
         softcap: logits are softcap x tanh(logits / softcap) first, as Gemma 2's; None leaves them as they are.
@@ -253,6 +253,10 @@ def causal_lm_loss(
     target = shift_labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = cross_entropy(logits.view(-1, vocab_size), target, ignore_index=ignore_index, reduction=reduction)
+    if isinstance(
+        num_items_in_batch, Tensor
+    ):  # of a model on several GPUs it may be on the first, the loss on the last
+        num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 

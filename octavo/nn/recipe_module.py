@@ -257,19 +257,16 @@ class RecipeModule(WeightOwner):
         self.reset_delayed_state()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move parameters and buffers, and the delayed state after them."""
+        """Move as any WeightOwner, and forget the weight's kept codes."""
         super()._apply(fn, recurse)
         fp8 = self.fp8
-        # the state of experts' parts moves in the next forward
-        if self.holder is self and fp8.state is not None:
-            fp8.state = fp8.state.on(self.parameters_device)
         fp8.kept_operands = None
         if (weight := self._parameters.get("weight")) is not None:
             warn_once_if_slower(fp8.recipe, weight.device)
         return self
 
     def weight_was_loaded(self, load: object) -> None:
-        """Forget state of the weight before this load; but not the delayed state, if this load has loaded it too.
+        """Forget what belonged to the replaced weight; keep the delayed state if this load_state_dict loaded it too.
 
         ``load``: an object that all calls of one ``load_state_dict`` share.
         """
@@ -327,10 +324,11 @@ class RecipeModule(WeightOwner):
         fp8 = self.fp8
         grad_enabled = torch.is_grad_enabled() and tracing_state() is None
         state = fresh_state(self, parameter, self.training, input.device)
+        # experts are whole on each rank; only amaxes for the history are shared
         parts = rows.parts if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
         if parts is not None:  # after fresh_state, which empties the history of a weight that was written
-            # begins: this rank's history may be empty, so ranks must agree to take the tensor's own amax
-            rows = rows._replace(parts=parts._replace(begins=state is not None and may_be_empty(state.scale)))
+            may_be_missing = state is not None and may_be_empty(state.scale)  # then ranks take the tensor's own amax
+            rows = rows._replace(parts=parts._replace(scale_may_be_missing=may_be_missing))
         weight = fp8_operands(self, weight_NK, parameter, grad_enabled and needs_input_grad, state, self.training, rows)
         training = self.training and grad_enabled
         if training and (state is not None or fp8.observer is not None) and finds_shapes():

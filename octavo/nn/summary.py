@@ -20,7 +20,7 @@ from octavo.nn.candidates import (
     library_of_forward,
     past_reads,
     shape_of,
-    why_not,
+    why_not_selected,
 )
 from octavo.nn.checkpointing import region_counts
 from octavo.nn.convert import restore
@@ -236,7 +236,7 @@ class _Reasons:
         if recipe is None:
             if key in expert_weights(module):
                 return "a 3-D parameter (expert weights) is not a linear layer"
-            return why_not(module, self.converted) or "not selected"
+            return why_not_selected(module, self.converted) or "not selected"
         if "forward" in module.__dict__:
             why = REPLACED_SINCE
         elif reads is not None:

@@ -138,7 +138,7 @@ class SelfAttention(nn.Module):
 
     def _heads(self, x: Tensor, rotary_tables: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys turned by positions, and values, [B, H or G, C, D]; by one launch if possible."""
-        output = self.qkv.whole(x)[0] if forward_is_bypassable(self.qkv) else self.qkv(x)
+        output = self.qkv.output_and_norm(x)[0] if forward_is_bypassable(self.qkv) else self.qkv(x)
         first = output if isinstance(output, Tensor) else output[0]
         positions = first.shape[1]  # of which x has a part under sequence parallelism
         if rotary_tables is None:

@@ -44,7 +44,7 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
     """
     if capability is None or capability < FIRST_NATIVE or triton_kernels() is None:
         casts = [cast for pair in recipe.casts for cast in pair[:2] if cast is not None]
-        exact = all(cast.power_of_two or cast.tile == (ALL, ALL) for cast in casts)
+        exact = all(cast.power_of_two or cast.has_one_scale for cast in casts)
         loss = "FP8's speed: emulated" if exact else "FP8's speed and bfloat16's: emulated in float32"
         yield from (Maker(product, REFERENCE, loss) for product in PRODUCTS if getattr(recipe, product) is not None)
         return

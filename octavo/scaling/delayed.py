@@ -2,11 +2,8 @@
 
     delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
     delayed_amax_history  [3, H]  float32, one an optimizer step, newest first
-    delayed_before        [3, 3]  int32, a row for each of these, an element for each role. kernels/, whose reference
-                                  also says ``pass_notes``, has these names for the rows:
-                                  number of the last backward pass that committed it   ``written``, LAST_COMMIT
-                                  bits of the scale before that pass                   SCALE_BEFORE
-                                  number of the last pass that began a new entry       ``rolled``, LAST_ROLL
+    delayed_before        [3, 3]  int32, rows last_commit, scale_before, last_roll, an element a role:
+                                  kernels/backward_pass.py
 
 Forward only reads it. Backward's cast of grad_output commits: the first pass after an optimizer's step begins an entry
 of the histories, later passes of the same step raise that entry; each writes the next scales. Casts in
@@ -43,7 +40,7 @@ FACTS_ATTRIBUTE = "_octavo_facts"  # of a scale: its StateFacts
 NEXT_LOAD = None  # in StateFacts.loads: a load_state_dict that has not begun
 NO_LOAD = object()  # of a layer without an entry there: it is like no load_state_dict
 IN_CUDA_GRAPH = 0  # a history's id, see have_same_inputs
-# instead of the number of an input's cast: no amax enters the input's history; that of a cast which nobody shares does
+# input_cast where no amax enters (INPUT_NOT_CAST), or that of a cast without a number (UNKNOWN_CAST)
 INPUT_NOT_CAST, UNKNOWN_CAST = 0, 1
 
 # a recomputed forward calls it, the first one did not, and selective checkpointing compares their ops
@@ -197,20 +194,20 @@ def have_same_inputs(a: State, b: State) -> bool:
         other integers   equal ones mean equal histories, on the same device: the number of a history that was
                          compared, and from a commit on the hash of (the id before it, the pass, the cast's number)
     """
-    of_a, of_b = facts_of(a.scale).history_id, facts_of(b.scale).history_id
-    if IN_CUDA_GRAPH in (of_a, of_b):
+    id_a, id_b = facts_of(a.scale).history_id, facts_of(b.scale).history_id
+    if IN_CUDA_GRAPH in (id_a, id_b):
         return False
-    if of_a is not None and of_b is not None:
-        return of_a == of_b
+    if id_a is not None and id_b is not None:
+        return id_a == id_b
     if a.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     if type(a.scale) is FakeTensor:  # a forward without data: as in a training from its beginning
         return True
-    shared_history = of_a or of_b or next(_fresh_histories)
+    shared_history = id_a or id_b or next(_fresh_histories)
     with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
         values = [(state.scale[INPUT], state.amax_history[INPUT], state.before[:, INPUT]) for state in (a, b)]
         same = all(map(torch.equal, *values))
-    for state, history_id in ((a, of_a), (b, of_b)):
+    for state, history_id in ((a, id_a), (b, id_b)):
         if history_id is None:
             facts = facts_of(state.scale)
             facts.history_id = shared_history if same else next(_fresh_histories)
@@ -312,7 +309,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             note_empty(tensor)
     for module, module_state in states.items():
         module_state.before.zero_()
-        # with those of layers that share the state
+        # other layers that share this state have entries too: keep them
         facts_of(module_state.scale).loads |= {id(module): NEXT_LOAD} | loads[module]
         module.state_was_loaded()  # type: ignore[operator]
 

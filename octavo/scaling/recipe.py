@@ -23,11 +23,12 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from octavo.errors import first_line
 from octavo.formats import CAST_FORMATS, E4M3, E5M2, Format
 from octavo.granularity import ALL, NV, PADDING, Granularity, PerBlock, PerRow, PerTensor, Tile, check_packed
-from octavo.numerics import check_scale_options, scale_inv_dtype
+from octavo.numerics import check_scale_options, scale_from_amax, scale_inv_dtype
 
 ROLES = ("input", "weight", "grad_output")
 INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of roles in Recipe.casts and in delayed state
@@ -145,13 +146,15 @@ class _DerivedOfCast:
     """The values that a Cast derives from its fields, once, for every cast to read."""
 
     tile: Tile  # the granularity's
+    has_one_scale: bool  # whether the granularity is PerTensor()
+    limit: float  # the number that a scale brings its amax to, see Format.limit
     is_delayed: bool
     is_packed: bool  # whether two codes lie in a byte, see formats.E2M1
     scale_inv_dtype: torch.dtype  # see numerics.scale_inv_dtype
     arguments: tuple[Any, ...]  # as the cast ops take them
     arguments_transposed: tuple[Any, ...]  # of the operand's transpose
-    named: dict[str, Any]  # more of them, of E2M1
-    as_second: dict[str, Any]  # all of the transpose's, as those of a second scaling
+    named: dict[str, Any]  # rotation and seed of E2M1, by the op's argument names
+    as_second: dict[str, Any]  # the transposed cast's arguments, prefixed second_
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,8 @@ class Cast(_DerivedOfCast):
         second = dict(zip(_SCALING, transposed, strict=True)) | named
         vars(self).update(  # frozen, so that nothing else sets them
             tile=tile,
+            has_one_scale=tile == (ALL, ALL),
+            limit=format.limit,
             is_delayed=isinstance(self.rule, Delayed),
             is_packed=format.is_packed,
             scale_inv_dtype=scale_inv_dtype(tile, self.power_of_two, format.is_packed),
@@ -229,6 +234,19 @@ class Cast(_DerivedOfCast):
         others = [f", {name}={value}" for name in names if (value := getattr(self, name))]
         return f"Cast({self.format}, {self.granularity}, {self.rule}{''.join(others)})"
 
+    def scale_of(self, amax: Tensor, delayed: Tensor | None = None) -> Tensor:
+        """Return the scales by which this cast multiplies, float32, of tiles with these amaxes.
+
+        Args:
+            amax: float32, any shape; of E2M1 the tensor's, and the result is the outer scale.
+            delayed: scales that replace them where they are not 0.
+
+        Example:
+            >>> Cast(E4M3, PerTensor(), power_of_two=True).scale_of(torch.tensor([0.0, 1.0])).tolist()
+            [1.0, 256.0]
+        """
+        return scale_from_amax(amax, self.limit, self.power_of_two, self.margin, delayed)
+
     @classmethod
     def of(cls, text: str) -> Cast:
         """Return the cast that prints as this text; nothing in the text is run.
@@ -240,12 +258,13 @@ class Cast(_DerivedOfCast):
             >>> Cast.of("Cast(E5M2, PerTensor(), Delayed(4), margin=1)")
             Cast(E5M2, PerTensor(), Delayed(history_length=4, reduce='max'), margin=1)
         """
+        quoted = repr(text) if len(repr(text)) <= 200 else f"{repr(text)[:200]}..."
         try:
             cast = _value(ast.parse(text, mode="eval").body)
-        except (SyntaxError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{text!r} is no Cast, such as {_EXAMPLE} ({first_line(error)})") from error
+        except (SyntaxError, TypeError, ValueError, KeyError, RecursionError, MemoryError) as error:
+            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE} ({first_line(error)})") from error
         if not isinstance(cast, Cast):
-            raise ValueError(f"{text!r} is no Cast, such as {_EXAMPLE}")
+            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE}")
         return cast
 
 
@@ -465,7 +484,7 @@ def _delayed_update(delayed: Sequence[Sequence[Cast]], rule: Delayed | None) -> 
     A role without a Delayed cast is never rolled, so that any cast's options will do.
     """
     chosen = [pair[0] if pair else Cast(E4M3, PerTensor(), Delayed()) for pair in delayed]
-    each = ((cast.format.limit, cast.power_of_two, cast.margin) for cast in chosen)
+    each = ((cast.limit, cast.power_of_two, cast.margin) for cast in chosen)
     return *zip(*each, strict=True), "max" if rule is None else rule.reduce
 
 

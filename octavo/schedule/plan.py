@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from octavo.nn.convert import set_recipe
 from octavo.nn.saved import predicted_by_kind
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Conversion
-from octavo.schedule.phase import Target
+from octavo.schedule.phase import Phase, Target, phase_targets
 
 
 class BudgetError(OctavoError, ValueError):
@@ -148,22 +149,28 @@ def _cheapest(
             "leave moments and masters as they were": (last, storage),
             f"only compute in {phase.name}, which takes no memory for parameters": (last, previous.storage),
         }
+        targets = {name: replace(target, settings=way[0], storage=way[1]) for name, way in ways.items()}
     else:
-        low, middle = (wanted._replace(moments=optimizer.moments_of(kind)) for kind in ("fp8", "bf16"))
-        ways = {
-            "moments='bf16'": (middle, target.storage),
-            "moments='fp8'": (low, target.storage),
-            "moments='fp8', master='split16'": (low._replace(master="split16"), target.storage),
-        }
-    totals = {
-        name: _phase_plan(model, optimizer, replace(target, settings=settings, storage=storage), phase.saved).total
-        for name, (settings, storage) in ways.items()
-    }
+        targets = _with_other_options(model, optimizer, target)
+    totals = {name: _phase_plan(model, optimizer, each, phase.saved).total for name, each in targets.items()}
+    totals = {name: total for name, total in totals.items() if total < phase.total}
     if fitting := [name for name, total in totals.items() if total <= budget]:
         name = max(fitting, key=totals.__getitem__)
         return f"cheapest way to fit: {name} ({_mib(totals[name])})"
-    name = min(totals, key=totals.__getitem__)
+    smallest = min(totals, key=totals.__getitem__, default="")
+    size = f"; the smallest takes {_mib(totals[smallest])} ({smallest})" if totals else ""
     return (
-        f"no other way of this phase fits; the smallest takes {_mib(totals[name])} ({name}): train on smaller "
-        "micro-batches, checkpoint activations, or use gradient_storage='fp8' or update_in_backward"
+        f"none of the ways tried fits{size}: train on smaller micro-batches, checkpoint activations, or use "
+        "gradient_storage='fp8' or update_in_backward"
     )
+
+
+def _with_other_options(model: nn.Module, optimizer: Optimizer, target: Target) -> dict[str, Target]:
+    """Return {options: the Target of a phase that has them}, of options that take less memory and are possible."""
+    moments: list[dict[str, Any]] = [{"moments": "bf16"}, {"moments": "fp8"}, {"moments": "fp8", "master": "split16"}]
+    targets = {}
+    for options in (*moments, {"master": None}, {"weight_storage": "fp8"}):
+        with contextlib.suppress(TypeError, ValueError):  # the model, or its optimizer, can't have them
+            (changed,) = phase_targets(model, optimizer, [Phase(target.phase.recipe, **options)], target)
+            targets[", ".join(f"{name}={value!r}" for name, value in options.items())] = changed
+    return targets

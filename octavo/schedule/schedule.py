@@ -7,6 +7,7 @@ optimizer's step, which then changes neither weights nor state. The host learns 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import weakref
@@ -23,6 +24,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Conversion
 from octavo.optim.state import largest_gradient
+from octavo.recipes import as_recipe, to_json
 from octavo.schedule.phase import Phase, Target, fp8_weights, phase_targets, switch
 from octavo.schedule.plan import Plan, plan_of
 
@@ -181,7 +183,7 @@ class Switch:
         reason: why it began.
 
     Example:
-        >>> Switch(step=2, phase=1, name="high_precision", reason="from_step=2").name
+        >>> Switch(step=2, phase=1, name="high_precision", reason="step 2").name
         'high_precision'
     """
 
@@ -411,6 +413,7 @@ class PrecisionSchedule:
         return {
             **counts,
             "phases": [repr(phase) for phase in self.phases],
+            "recipes": [to_json(phase.recipe) for phase in self.phases],
             "switches": [asdict(switch) for switch in self.switches],
             "watch": None if self._watch is None else self._watch.state(),
             "resolution": None if resolution is None else resolution.state(),
@@ -420,7 +423,8 @@ class PrecisionSchedule:
         """Load a state, and put model and optimizer into its phase; load their states afterwards.
 
         Raises:
-            ValueError: if the state is of other phases, or of a recovery with another window; nothing is changed then.
+            ValueError: if it is no state of a schedule, or one of other phases or of a recovery with another window;
+                nothing is changed then.
         """
         target = self.target_of(state_dict)
         progress = _ScheduleProgress(**{field.name: state_dict[field.name] for field in fields(_ScheduleProgress)})
@@ -436,9 +440,15 @@ class PrecisionSchedule:
 
     def target_of(self, state_dict: dict[str, Any]) -> Target:
         """Return the Target that ``load_state_dict`` switches to; it raises what that raises, and changes nothing."""
-        phases = [repr(phase) for phase in self.phases]
-        if state_dict["phases"] != phases:
-            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {phases}")
+        now = self.state_dict()
+        recipes = now.pop("recipes")  # "phases" has their names alone; a state from before they were saved has no more
+        if missing := now.keys() - state_dict.keys():
+            raise ValueError(f"this is no state that PrecisionSchedule.state_dict returned: it has no {min(missing)!r}")
+        if state_dict["phases"] != now["phases"]:
+            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {now['phases']}")
+        for phase, saved, recipe in zip(self.phases, state_dict.get("recipes", recipes), recipes, strict=True):
+            if saved != recipe and as_recipe(json.loads(saved)) != as_recipe(json.loads(recipe)):  # not in names alone
+                raise ValueError(f"the state's recipe in {phase} is {saved}, not {recipe}".replace("\n", ""))
         if (state_dict["watch"] is None) != (self._watch is None):
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
         if self._watch is not None:

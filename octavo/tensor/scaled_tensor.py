@@ -6,6 +6,7 @@ Both have gradients here, and not in autograd/: the pair must be differentiable 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -170,7 +171,8 @@ def quantize(
     """Round ``x`` to FP8 with scales from its own amax.
 
     The gradient is straight-through: that of the result where the scaled value is within the format's range, 0 where
-    it was clipped (which takes a NaN or infinite element: a scale from the tensor's own amax clips no finite one).
+    it was clipped (which takes a NaN or infinite element: a scale from the tensor's own amax clips no finite one; of
+    E2M1, whose blocks' scales are rounded, elements saturate, and keep their gradient).
 
     Args:
         x: bfloat16, float16 or float32, any shape.
@@ -199,7 +201,7 @@ def quantize(
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"octavo casts bfloat16, float16 and float32 tensors to FP8, not {kind}")
     if not isinstance(format, Format) or format not in CAST_FORMATS.values():
-        raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
+        raise TypeError(f"format={format!r}: use octavo.E4M3, octavo.E5M2 or octavo.E2M1")
     if not isinstance(granularity, Granularity):
         raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
     check_scale_options(power_of_two, margin)
@@ -280,7 +282,10 @@ def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
     trailing = 0 if tile == (ALL, ALL) else 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
     if new == old or (min(len(new), len(old)) >= trailing and new[len(new) - trailing :] == old[len(old) - trailing :]):
-        return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
+        grid = scale_shape(new, tile)
+        if pair.numel() == 0 and pair.scale_inv.numel() != math.prod(grid):  # of tiles, which hold no element
+            return _like(pair, qdata, pair.scale_inv.new_ones(grid))
+        return _like(pair, qdata, pair.scale_inv.view(grid))
     raise _cuts_tiles(f"{func} from {tuple(old)} to {tuple(new)}", pair, f"keep the last {trailing} dimension(s)")
 
 

@@ -128,7 +128,7 @@ def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[
 def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
     """Raise TrainError if a rank cannot possibly hold weights, gradients, moments and activations.
 
-    A lower bound: 16 bytes a parameter; a token's 2 for about 20 x width activations in a layer, and 4 a logit.
+    It counts 16 bytes a parameter, and for each token 2 bytes x 20 x width in each layer and 4 bytes a logit.
     """
     total = memory_of(device)
     model, data = config.model, config.data

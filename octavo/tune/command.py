@@ -33,8 +33,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "kinds of kernels by their names in configs.json, and library, the products that are torch's (default: all)"
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=help)
     help = "kinds not reached by then keep their rows (default: 9.0)"
-    parser.add_argument("--minutes", type=float, default=9.0, metavar="MINUTES", help=help)
+    parser.add_argument("--minutes", type=minutes, default=9.0, metavar="MINUTES", help=help)
     parser.add_argument("--toy", action="store_true", help="tiny shapes and two configurations; nothing is kept")
+
+
+def minutes(text: str) -> float:
+    """Return a number of minutes from the command line."""
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r} (choose a number of minutes from 0 on)")
+    return number
 
 
 def tune_here(options: argparse.Namespace) -> int:

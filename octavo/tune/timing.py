@@ -40,6 +40,8 @@ class Deadline:
     """A point in time so many minutes from now."""
 
     def __init__(self, minutes: float) -> None:
+        if math.isnan(minutes):
+            raise ValueError("minutes=nan: the deadline would never pass")
         self._end = time.monotonic() + 60 * minutes
 
     def left(self) -> float:

@@ -24,13 +24,13 @@ FINALISTS = 6
 
 Sizes = tuple[int, ...]
 TableRows = list[list[Any]]  # of a table
-ConfigNumbers = tuple[int, ...]  # of a row of a table, behind its first number
-Ranking = dict[ConfigNumbers, float]  # time over the best's
+ConfigNumbers = tuple[int, ...]  # (rows, columns, depth, warps) of a tile
+Ranking = dict[ConfigNumbers, float]  # {configuration: its time over the best one's}
 Buckets = Mapping[int, Sequence[Sizes]]  # largest log2 of elements -> shapes timed
 
 
 class Extent(NamedTuple):
-    """The extent of a tuning: shapes, of products too, and the rounds of all configurations and of the best.
+    """The extent of a tuning: shapes by bucket, products' apart, and rounds of (all configurations, the finalists).
 
     ``most``: so many configurations of a kind and bucket; None: all.
     """
@@ -73,12 +73,12 @@ def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
     base = TileTable.read(None).config(kind, bucket)
     factors, configs = (1.0, 0.5, 2.0), [base]
     least_rows = (32 if bucket == 64 else 16) if "transpose" in kind else 1
-    for of_rows, of_cols, of_warps, of_depth in itertools.product(factors, repeat=4):
+    for row_factor, col_factor, warp_factor, depth_factor in itertools.product(factors, repeat=4):
         is_product = kind.startswith("matmul")
-        depth = base.depth + round(math.log2(of_depth)) if is_product else max(1, int(base.depth * of_depth))
-        warps = min(16, int(base.num_warps * of_warps))
-        if of_rows * of_cols / of_warps in factors and base.block_r * of_rows >= least_rows and warps > 0:
-            configs.append(type(base)(int(base.block_r * of_rows), int(base.block_c * of_cols), depth, warps))
+        depth = base.depth + round(math.log2(depth_factor)) if is_product else max(1, int(base.depth * depth_factor))
+        warps = min(16, int(base.num_warps * warp_factor))
+        if row_factor * col_factor / warp_factor in factors and base.block_r * row_factor >= least_rows and warps > 0:
+            configs.append(type(base)(int(base.block_r * row_factor), int(base.block_c * col_factor), depth, warps))
     return list(dict.fromkeys(configs))[: extent.most]
 
 
@@ -122,7 +122,7 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
     """Return the best configurations of one bucket, and octavo's own, by their time relative to the best."""
     shapes = extent.buckets_of(kind)[bucket]
 
-    def costs(configs: Sequence[ConfigNumbers], names: Sequence[str], rounds: int) -> Ranking:
+    def relative_times(configs: Sequence[ConfigNumbers], names: Sequence[str], rounds: int) -> Ranking:
         """Return the geometric mean over cases and shapes of the time over the best's."""
         total = dict.fromkeys(configs, 0.0)
         for name, shape in itertools.product(names, shapes):
@@ -138,8 +138,9 @@ def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
 
     names = [*cases.CASES_OF_KIND[kind]]
     grid = grid_of(kind, bucket, extent)
-    best = [config for config, cost in costs(grid, names[:1], extent.rounds[0]).items() if cost < math.inf][:FINALISTS]
-    return costs(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
+    ranking = relative_times(grid, names[:1], extent.rounds[0])
+    best = [config for config, relative_time in ranking.items() if relative_time < math.inf][:FINALISTS]
+    return relative_times(list(dict.fromkeys([*best, grid[0]])), names, extent.rounds[1])
 
 
 def tune(kind: str, extent: Extent, rows: Mapping[str, TableRows]) -> Tuned:

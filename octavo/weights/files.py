@@ -130,7 +130,8 @@ def _scales_of(entry: Any) -> Any:
 def _has_codes_of_first_rank(entry: Tensor, local: Tensor, weight: Any) -> bool:
     """Whether torch has sent an entry's codes from the first rank: into the weight, or a DTensor of its shape.
 
-    Of those that it writes into the weight itself, the weight has no scales yet.
+    If torch wrote codes into the weight itself, its scales are NaN; else the entry is a uint8 DTensor of the weight's
+    shape.
     """
     if local is on_this_rank(weight):
         return local.lacks_scales()  # type: ignore[attr-defined]

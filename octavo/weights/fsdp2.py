@@ -191,7 +191,10 @@ def _pairs(operands: Operands) -> list[Tensor]:
 
 
 def _transposed(func: Any, weight: GatheredWeight, *dims: int) -> Any:
-    """The rule of ``weight.mT``: gradients flow to it, and its tensors are read from the parameter itself."""
+    """Return a facade of the swapped shape, for gradients only: its pairs still lie as the parameter's.
+
+    Products read the parameter.
+    """
     *outer, rows, cols = weight.shape
     if {dim % weight.ndim for dim in dims} != {weight.ndim - 2, weight.ndim - 1}:
         return NotImplemented

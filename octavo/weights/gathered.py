@@ -43,9 +43,8 @@ from torch import Tensor
 
 from octavo.autograd.cast_together import MatrixToCast, cast_together
 from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
-from octavo.granularity import ALL
 from octavo.kernels.backward_pass import is_running
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import scale_inv_from_scale
 from octavo.private import DisableTorchFunctionSubclass, is_dtensor, local_tensor
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS, SeenWrites
@@ -580,7 +579,7 @@ def _amaxes_over_ranks(ways: Sequence[InFP8], mesh: DeviceMesh) -> dict[InFP8, T
 def _cast_in_one_launch(ways: Sequence[InFP8], amaxes: dict[InFP8, Tensor]) -> None:
     """Cast shards of one dtype by one cast; ``amaxes``: those of each weight's matrices, where it is per tensor."""
     cast = ways[0].shard_cast.cast_as_is
-    scales = _scales_of(ways, [amaxes[way] for way in ways], cast) if cast.tile == (ALL, ALL) else [None] * len(ways)
+    scales = _scales_of(ways, [amaxes[way] for way in ways], cast) if cast.has_one_scale else [None] * len(ways)
     matrices: list[MatrixToCast] = []
     for way, scales_of_weight in zip(ways, scales, strict=True):
         way.codes, matrices_of_shard = way.shard_cast.prepare(way.shard, way.codes, scales_of_weight)
@@ -598,7 +597,7 @@ def _scales_of(ways: Sequence[InFP8], amaxes: list[Tensor], cast: Cast) -> list[
         if has_experts:
             of_weights = zip(delayed_scales.split(1), counts, strict=True)
             delayed_scales = torch.cat([scale.expand(count) for scale, count in of_weights])
-    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed_scales)
+    scale = cast.scale_of(amax, delayed_scales)
     inverses = scale_inv_from_scale(scale).split(counts)
     weight_amaxes = weight_amax.view(-1, 1, 1).unbind() if cast.is_delayed else [None] * len(ways)
     return [WeightScales(*row) for row in zip(scale.split(counts), inverses, weight_amaxes, strict=True)]

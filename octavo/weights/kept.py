@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.cast_together import MatrixToCast, cast_together
-from octavo.granularity import ALL, scale_shape
+from octavo.granularity import scale_shape
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded_size
 from octavo.scaling.recipe import WEIGHT
 from octavo.tensor.pair import Operands
@@ -124,7 +124,7 @@ def _buffers_for(layer: Any) -> KeptOperands | None:
         return None
     as_is, second, coincide = recipe.weight_casts
     cast = as_is or second
-    if cast is None or (as_is and second and not coincide) or not (cast.tile == (ALL, ALL) or is_square(cast.tile)):
+    if cast is None or (as_is and second and not coincide) or not (cast.has_one_scale or is_square(cast.tile)):
         return None
     (rows, cols), new = weight.shape, weight.detach().new_zeros
     pad, dtype = contraction_multiple(weight.device, recipe.may_pad), cast.format.dtype

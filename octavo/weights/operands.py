@@ -82,7 +82,10 @@ class WeightOwner(nn.Module):
         super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move parameters as torch does, and weights in FP8 here: torch would lose their attributes and hooks."""
+        """Move parameters as torch does, and weights in FP8 here: torch would lose their attributes and hooks.
+
+        The delayed states of all that read the weights, parts without parameters too, move after them.
+        """
         weights: dict[str, Any] = {key: self._parameters.get(key) for key in self.weight_readers}
         stored = {key: weight for key, weight in weights.items() if isinstance(weight, StoredWeight)}
         with torch.no_grad():
@@ -99,6 +102,8 @@ class WeightOwner(nn.Module):
         for key, reader in self.weight_readers.items():
             if (parameter := self._parameters.get(key)) is not None and reader.fp8.gather.parameter is not None:
                 reader.fp8.gather.adopt(parameter, parameter, reader)
+            if (state := reader.fp8.state) is not None:
+                reader.fp8.state = state.on(reader.parameters_device)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -303,7 +308,7 @@ def check_stored_granularity(recipe: Recipe, shape: torch.Size, stored: Granular
     shape = shape[-2:]
     if recipe.is_high_precision:
         return
-    if reason := StoredWeight.why_not(recipe, stored not in FROZEN_ONLY):
+    if reason := StoredWeight.why_not_storable(recipe, stored not in FROZEN_ONLY):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
     wanted = stored_granularity(recipe.weight_casts.as_is.granularity, shape)  # type: ignore[union-attr]
     if wanted.scale_shape(shape) != stored.scale_shape(shape):

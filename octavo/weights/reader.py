@@ -36,6 +36,10 @@ class WeightReader(Protocol):
         """Whether a product reads the weight's parameter with its last two dimensions swapped."""
 
     @property
+    def parameters_device(self) -> torch.device:
+        """The device of the parameters of the module that owns the weight."""
+
+    @property
     def weight_parameter(self) -> nn.Parameter:
         """The parameter that holds the weight."""
 

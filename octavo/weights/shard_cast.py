@@ -25,7 +25,7 @@ from octavo.autograd.cast_together import MatrixToCast
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
 from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import scale_inv_from_scale
 from octavo.private import pytree
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
 from octavo.tensor.collectives import scale_bytes, scales_from
@@ -137,7 +137,7 @@ class ShardCast:
         sent = self._memory(shard, scales is None) if before is None else before.sent
         xs = _matrices(shard) if shard.numel() else []
         codes = _matrices(sent[0].view(self.cast_as_is.format.dtype)[: len(shard)])
-        # not strict: an empty shard has no ``xs``; of experts, ``sent`` has padding too, ``scales`` has later ranks'
+        # lengths differ: an empty shard has no xs; of experts ``sent`` has padding, and ``scales`` those of later ranks
         if scales is None:  # the launch finds them, and writes them into ``sent``
             of_blocks = zip(xs, codes, _matrices(sent[1]), strict=False)
             return ShardCodes(sent, ()), [MatrixToCast(x, q, scale_inv=scale_inv) for x, q, scale_inv in of_blocks]
@@ -162,7 +162,7 @@ class ShardCast:
         for cast, tile, grid in self.layouts:
             if grid is not None:
                 blocks, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
-                scale = scale_from_amax(blocks, cast.format.max, cast.power_of_two, cast.margin)
+                scale = cast.scale_of(blocks)
                 shared_scales.append(scale_inv_from_scale(scale).to(cast.scale_inv_dtype))
                 if tile[0] != 1:
                     x, rows_above = self._with_amax_rows(shard, blocks, tile)

@@ -146,7 +146,7 @@ class StoredWeight(ShardHooks, Pair):
         self.pair()  # which checks the rest: shapes, dtypes, devices
 
     @staticmethod
-    def why_not(recipe: Recipe, trained: bool = True) -> str | None:
+    def why_not_storable(recipe: Recipe, trained: bool = True) -> str | None:
         """Return why a recipe's weights can't be stored, or None; ``trained``: whether an optimizer writes them."""
         as_is, transposed, coincide = recipe.weight_casts
         if as_is is None or transposed is None:
@@ -397,7 +397,7 @@ class StoredWeight(ShardHooks, Pair):
         elif self.low_bits is not None:
             self.low_bits.zero_()
         elif other.low_bits is not None and not self.facts.is_frozen:
-            self.low_bits = other.low_bits.to(self.device, copy=True)
+            self.low_bits = torch.empty_like(self.qdata, dtype=torch.int8).copy_(other.low_bits)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
 
     def _write_codes(self, codes: Tensor) -> None:
@@ -475,8 +475,8 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
     if (shard := local_stored(param)) is None or shard.is_meta:
         return
     if shard.has_one_scale and (just_cut or shard.facts.scale_is_local):
-        largest, least = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
-        if largest != -least:
+        largest, negated_smallest = maximum_over_shards(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
+        if largest != -negated_smallest:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
             keep_low_bits = shard.low_bits is not None or param.requires_grad

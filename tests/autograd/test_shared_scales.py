@@ -74,7 +74,8 @@ def test_delayed_scales_are_agreed_on_where_there_are_none(pool, backend):
 def test_both_casts_to_four_bits_read_one_amax_of_all_ranks(role, history_length, monkeypatch):
     amaxes = []
     monkeypatch.setattr(shared_scales, "maximum_over_ranks", lambda amax, group: amaxes.append(amax) or amax)
-    recipe, parts = recipes.nvfp4(history_length), Parts("no group of this name", (True, True, True), begins=True)
+    recipe = recipes.nvfp4(history_length)
+    parts = Parts("no group of this name", (True, True, True), scale_may_be_missing=True)
     layer = octavo.nn.Linear(32, 48, recipe=recipe)
     x = torch.randn(48, 32)
     shared = cast_role(x, CastRequest(recipe, role, True, True), layer.fp8.state, Rows(parts=parts))

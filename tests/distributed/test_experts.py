@@ -181,6 +181,22 @@ def test_no_gradients_and_evaluation(mesh):
     assert type(net.experts.gate_up.weight) is DTensor and "experts=4" in repr(net)
 
 
+@pytest.mark.parametrize("how", ["moved", "replaced"])
+def test_made_on_meta_they_train_as_those_made_on_the_device(mesh, how):
+    with torch.device("meta"):
+        net = built("stored", "short history", 4)
+    plain = built("stored", "short history", 4)
+    if how == "moved":
+        net.to_empty(device="cpu")
+        with torch.no_grad():
+            torch._foreach_copy_([*net.parameters()], [*plain.parameters()])
+    for name, parameter in plain.named_parameters() if how == "replaced" else ():
+        owner, _, key = name.rpartition(".")
+        setattr(net.get_submodule(owner), key, nn.Parameter(parameter.detach().clone()))
+    expert_parallel(net, mesh)
+    assert not off_by_norm(steps(net, range(1)), steps(plain, range(1)))
+
+
 def test_recipes_change_and_restored_experts_stay_where_they_are(mesh):
     net = expert_parallel(built("stored", "dynamic", 4), mesh)
     in_mx, high = (built("stored", recipe, 4)(batch(0, 0)) for recipe in ("mx", "high_precision"))

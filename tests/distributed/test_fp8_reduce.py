@@ -20,7 +20,7 @@ import octavo
 from octavo import E4M3, E5M2
 from octavo.distributed import Fp8Reduction, fp8_reduce_hook
 from octavo.distributed.fp8_reduce import levels, own_levels
-from octavo.formats import E4M4
+from octavo.formats import E2M1, E4M4
 from octavo.kernels.step_numbers import key_of, random_bits
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
 from tests.support.streams import notes_of_streams, tensor_on_gpu
@@ -320,7 +320,7 @@ def test_what_is_refused(pool):
     for state in (None, Fp8Reduction):
         with pytest.raises(TypeError, match=r"call register_comm_hook\(Fp8Reduction\(\), fp8_reduce_hook\)"):
             fp8_reduce_hook(state, OneBucket(torch.ones(3)))
-    for wrong in ({"format": E4M4}, {"format": "E4M3"}):
+    for wrong in ({"format": E4M4}, {"format": E2M1}, {"format": "E4M3"}):
         with pytest.raises(TypeError, match=r"use octavo\."):
             Fp8Reduction(**wrong)
     with pytest.raises(TypeError, match="bfloat16"):

@@ -44,7 +44,7 @@ def test_no_recipe_is_left_out():
         sent = can_gather(reader, INPUT, False)
         assert sent == can_gather(reader, GRAD_OUTPUT, False)
         assert gathered == ("in FP8" if sent else "in their dtype")
-        stored = StoredWeight.why_not(tasks.RECIPES[CALLS[call]]) is None
+        stored = StoredWeight.why_not_storable(tasks.RECIPES[CALLS[call]]) is None
         assert others == ["yes", "yes", "yes" if stored else "never"]
 
 

@@ -59,6 +59,22 @@ def test_sharded_by_another_dimension_they_are_cast_after(pool, kind, recipe):
         assert all(way.startswith("cast after") for way in ways)
 
 
+def made_on_meta(mesh):
+    """Return what differs from the sharded model that was made on the device."""
+    net = sharded(built("stored", "short history"), mesh)
+    with torch.device("meta"):
+        from_meta = built("stored", "short history")
+    sharded(from_meta, mesh).to_empty(device="cpu")
+    with torch.no_grad():  # a load would move the delayed state by itself
+        for parameter, value in zip(from_meta.parameters(), net.parameters(), strict=True):
+            parameter.copy_(value)
+    return off_by_maximum(train(from_meta, loss), train(net, loss))
+
+
+def test_made_on_meta_they_train_as_those_made_on_the_device(pool):
+    assert pool.run(made_on_meta, (2,)) == [{}] * 2
+
+
 STORED = [("stored transposed", "blockwise"), *in_full(("octavo", "dynamic"), ("stored", "short history"))]
 
 

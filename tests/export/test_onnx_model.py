@@ -21,7 +21,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
-from octavo.export.onnx_model import delayed_argument, in_float32, program_of
+from octavo.export.onnx_model import in_float32, is_delayed_cast, program_of
 from tests.support.helpers import FP8_RECIPES, sqnr, stepped
 
 onnx = pytest.importorskip("onnx")
@@ -294,10 +294,10 @@ def ops_of(program: torch.export.ExportedProgram) -> list[str]:
 def test_weights_are_folded_and_the_rest_computes_the_same():
     """A delayed cast without a history is a dynamic one."""
     module = octavo.nn.LayerNormMLP(32, 48, recipe=recipes.delayed())
-    assert not any(map(delayed_argument, program_of(module, (X,), None).graph.nodes))
+    assert not any(map(is_delayed_cast, program_of(module, (X,), None).graph.nodes))
     module.train()(X).sum().backward()
     program = program_of(module, (X,), None)
-    assert any(map(delayed_argument, program.graph.nodes))
+    assert any(map(is_delayed_cast, program.graph.nodes))
     assert ops_of(program) == ["cast", "matmul", "cast", "matmul"]
     folded = [t for t in program.state_dict.values() if t.dtype == torch.float8_e4m3fn]
     assert sorted(t.numel() for t in folded) == [48 * 32, 96 * 32]

@@ -210,6 +210,8 @@ def test_of_another_recipe_model_or_schedule() -> None:
         TrainingState(model, schedule).load_state_dict(state)
     with pytest.raises(ValueError, match="holds no octavo module"):
         TrainingState(net())
+    with pytest.raises(ValueError, match=r"no state that TrainingState\.state_dict returned: it has no 'delayed'"):
+        TrainingState(model).load_state_dict({})
 
 
 def test_a_recipe_of_another_name_is_the_same() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -277,6 +278,8 @@ def test_arguments_that_mean_nothing() -> None:
             OctavoPrecision(*arguments)
     with pytest.raises(ValueError, match="the recipe is another"):
         OctavoPrecision("dynamic", schedule=SWITCHING)
+    with pytest.raises(ValueError, match=r"Phase\(delayed, from_tokens=9\): Lightning counts no tokens"):
+        OctavoPrecision("delayed", schedule=[SWITCHING[0], replace(SWITCHING[2], from_step=None, from_tokens=9)])
 
 
 def test_a_model_that_was_sharded_first_is_refused(lone_mesh: Any) -> None:

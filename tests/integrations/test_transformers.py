@@ -255,6 +255,9 @@ def test_what_is_refused_before_it_trains(tmp_path: Path) -> None:
     late.add_callback(fp8(recipes.delayed()))
     with pytest.raises(ValueError, match=r"Trainer\(callbacks=\[...\]\)"):
         late.train()
+    by_tokens = fp8(schedule=[Phase(recipes.delayed()), Phase(recipes.dynamic(), from_tokens=9)])
+    with pytest.raises(ValueError, match=r"from_tokens=9.*include_num_input_tokens_seen='all'"):
+        trainer_of(tmp_path, "llama", [by_tokens]).train()
     octavo.convert(model, recipes.dynamic(), select=every_layer)
     with pytest.raises(ValueError, match="was converted with 'dynamic' already, not 'delayed'"):
         trainer_of(tmp_path, "llama", [fp8(recipes.delayed())], model)

@@ -41,8 +41,9 @@ def test_tables_and_pages_name_each() -> None:
     functions = {each.function for each in ACTIVATIONS.values()}
     assert functions == {*FUNCTIONS} >= {*FUNCTIONS_OF_CLASSES.values()}
     page = (Path(__file__).parents[2] / "docs/modules.md").read_text(encoding="utf-8")
-    assert [name for name in ACTIVATIONS if f"`{name}`" not in page] == []
-    assert [name for name in ACTIVATIONS if f'"{name}"' not in (LayerNormMLP.__doc__ or "")] == []
+    assert [name for name in ACTIVATIONS if f"`{name}`" not in page] == [], "docs/modules.md names each"
+    of_fused = LayerNormMLP.__doc__ or ""
+    assert [name for name in ACTIVATIONS if f'"{name}"' not in of_fused] == [], "nn/fused.py: LayerNormMLP's docstring"
     in_docstring = {*re.findall(r"\w+", activations.__doc__ or "")}
     assert functions - in_docstring == set(), "the docstring of kernels/activations.py defines each"
 

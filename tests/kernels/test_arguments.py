@@ -28,11 +28,15 @@ ENDS = torch.tensor([1, 2], dtype=torch.int32)
         ((), {"kind": "rms_norm"}, "kind is not taken where no gamma is given"),
         ((), {"keep": True} | second(E5M2, ALL, False, 0), "keep is not taken where there is not one scale"),
         ((), {"keep": True, "offsets": ENDS}, "keep is not taken where there is not one scale"),
-        ((), {"value_scale": torch.ones(1), "value_dtype": E4M3}, "value_scale: give value_dtype, and an activation's"),
+        (
+            (),
+            {"recast_scale": torch.ones(1), "recast_dtype": E4M3},
+            "recast_scale: give recast_dtype, and an activation's",
+        ),
         (
             (False, 1, False, "relu", torch.ones(2, 2)),
-            {"value_scale": torch.ones(1), "value_dtype": E4M3, "offsets": ENDS},
-            "value_scale is not taken where there is not one scale",
+            {"recast_scale": torch.ones(1), "recast_dtype": E4M3, "offsets": ENDS},
+            "recast_scale is not taken where there is not one scale",
         ),
         ((), second(E5M2, ALL, False, 0) | {"offsets": ENDS}, "offsets is not taken where there are two scalings"),
         ((False, 1, True), {"offsets": ENDS}, "column_sum is not taken where rows are in groups"),

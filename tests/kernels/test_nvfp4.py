@@ -214,7 +214,10 @@ def test_faults_stay_in_their_blocks(ops: Ops, source: torch.dtype) -> None:
 def test_what_has_no_packed_codes_is_refused(ops: Ops, tile: tuple[int, int], transpose: bool, more: dict) -> None:
     named = more.copy()
     options = E2M1.dtype, tile, named.pop("power_of_two", True), 0, transpose, named.pop("pad", 16), False
-    with pytest.raises(ValueError, match=r"E2M1 in tiles of .*: it is cast in blocks of 1x16"):
+    with pytest.raises(
+        ValueError,
+        match=r"E2M1 by .*: use PerBlock\(1, 16\) or PerBlock\(16, 16\)|E2M1, pad=.*: it is cast with pad=16",
+    ):
         ops.of("cast")(torch.randn(16, 32), None, 0, *options, **named)
 
 

@@ -454,6 +454,17 @@ def test_arguments_by_position_and_inputs_of_another_dtype_go_to_the_class(monke
         assert layer.mlp(x.bfloat16()).dtype == torch.bfloat16
 
 
+def test_a_decoder_layer_passes_on_arguments_that_are_left_out() -> None:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1}
+    net = new("Olmoe", "OlmoeForCausalLM", DECODER | experts | {"num_hidden_layers": 1, "eos_token_id": 0})
+    plain = net.eval().model.layers[0]
+    layer = octavo.convert(copy.deepcopy(plain), recipes.high_precision(), every_layer, fuse=True)
+    x, angles = torch.randn(2, 5, 64), torch.rand(1, 5, 16)
+    positions = angles.cos(), angles.sin()
+    # its attention's attention_mask has no default
+    torch.testing.assert_close(layer(x, position_embeddings=positions), plain(x, position_embeddings=positions))
+
+
 def test_what_is_sharded_already_is_named(lone_mesh: Any) -> None:
     net = build("llama")
     torch.distributed.fsdp.fully_shard(net.model.layers[0].mlp, mesh=lone_mesh)
@@ -517,7 +528,7 @@ def test_bad_input_and_nothing_to_fuse() -> None:
     with pytest.warns(UserWarning, match="not know the forward of GemmaRMSNorm .1 such, first norm"):
         octavo.convert(gemma, recipes.dynamic(), every_layer, fuse=True)
     assert refusal(nn.LayerNorm(4)) == "" and not octavo.summary(gemma).not_fused
-    assert KnownForward.why_not(net) is None
+    assert KnownForward.why_not_fused(net) is None
 
 
 def test_norms_that_the_kernel_does_not_compute_run_as_they_are() -> None:

@@ -338,6 +338,18 @@ def test_separate_layers_of_other_sizes_do_not():
         ours.load_state_dict(state)
 
 
+def test_nothing_is_joined_if_a_bias_does_not_fit():
+    ours = layer("dynamic", 64, WIDE)
+    before = ours.weight.clone()
+    state = {f"{name}.weight": torch.ones(size, 64) for name, size in WIDE.items()}
+    state |= {f"{name}.bias": torch.ones(size) for name, size in zip(WIDE, (32, 16, 7), strict=True)}
+    with pytest.raises(RuntimeError, match=r"value\.bias is \[7\], but its split has 8 rows"):
+        ours.load_state_dict(state)
+    assert torch.equal(ours.weight, before)
+    keys = set(state)
+    assert len(merge_keys(state, "", WIDE)) == 1 and state.keys() == keys
+
+
 def test_splits_are_printed_copied_and_called_by_name():
     ours = layer("mx", 8, {"gate": 4, "up": 2})
     assert repr(ours) == "Linear(in_features=8, out_features=6, bias=True, splits={'gate': 4, 'up': 2}, recipe=mx)"

@@ -200,6 +200,22 @@ def test_transformers_models_take_it_and_give_it_back() -> None:
     assert octavo.convert(net, octavo.recipes.dynamic(), lambda *_: True, fuse=True).loss_function is F.cross_entropy
 
 
+class OnAnotherGpu(Tensor):
+    """A number that no operation takes before it is moved."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is Tensor.to, "expected all tensors to be on the same device"
+        with torch._C.DisableTorchFunctionSubclass():
+            return args[0].as_subclass(Tensor)
+
+
+def test_the_number_of_items_is_moved_to_the_losss_device() -> None:
+    logits, labels = torch.randn(2, 5, 50), torch.randint(0, 50, (2, 5))
+    count = torch.tensor(7).as_subclass(OnAnotherGpu)
+    assert torch.equal(causal_lm_loss(logits, labels, 50, count), causal_lm_loss(logits, labels, 50, 7))
+
+
 @pytest.mark.parametrize("whose", ["class", "property", "table"])
 def test_a_loss_of_the_class_or_of_the_librarys_table_stays(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")

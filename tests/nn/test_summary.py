@@ -241,7 +241,10 @@ def test_where_an_unconverted_layer_saves_nothing_the_table_says_how_much_the_co
 
 def test_every_column_is_described_and_printed():
     """A field of each class stands among its attributes, and another value of it prints another summary."""
-    row = octavo.summary(to_fp8(nn.Linear(32, 32), recipes.dynamic()), torch.randn(16, 32)).modules[0]
+    of_forward = octavo.summary(to_fp8(nn.Linear(32, 32), recipes.dynamic()), torch.randn(16, 32))
+    unset = [field.name for field in dataclasses.fields(of_forward) if not getattr(of_forward, field.name)]
+    assert unset == ["fused", "not_fused"], "octavo.summary passes each to Summary, but those of a fused model"
+    row = of_forward.modules[0]
     numbers = [field.name for field in dataclasses.fields(row) if getattr(row, field.name) in (None, 0)]
     assert numbers == [], "a forward in FP8 has a number of each"
     saved = SavedBytes({"norms": MIB}, {"norms": MIB}, regions={"": (1, MIB, MIB)})

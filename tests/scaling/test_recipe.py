@@ -41,6 +41,8 @@ REFUSED = [
     (lambda: Cast(E4M3, PerTensor(), Delayed), TypeError, r"rule=.*is no rule; e\.g\. octavo"),
     *((lambda m=m: Cast(E4M3, PerTensor(), margin=m), ValueError, f"margin={m}.*0 to 64") for m in (-1, 65, 0.5, True)),
     (lambda: Cast.of("Cast(E4M3, PerTensor(), power_of_two='False')"), ValueError, "'False' must be True or False"),
+    (lambda: Cast.of("-" * 100_000 + "1"), ValueError, r"^'-{199}\.\.\. is no Cast, such as"),
+    (lambda: Cast.of("foo.bar()"), ValueError, r"'foo\.bar\(\)' is no Cast, such as .*malformed node"),
     (lambda: Cast(E4M4, PerTensor()), ValueError, "E4M4 is none that casts write; use E4M3, E5M2, E2M1"),
     (lambda: Stochastic(True), ValueError, "seed=True"),
     (lambda: Cast(E4M3, PerRow(), Delayed()), ValueError, "needs PerTensor"),

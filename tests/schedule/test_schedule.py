@@ -3,12 +3,13 @@ import gc
 import itertools
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import octavo
-from octavo import recipes
+from octavo import Recipe, RecipeMap, recipes
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from octavo.schedule.schedule import NOT_FINITE, SPIKE, LossWatch
 from octavo.weights.stored import StoredWeight
@@ -300,6 +301,30 @@ def test_what_is_out_of_order():
         plain.load_state_dict(schedule.state_dict() | {"phases": plain.state_dict()["phases"]})
     with pytest.raises(ValueError, match="is of the phases"):
         PrecisionSchedule(model, optimizer, [Phase(HIGH)]).load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "other"),
+    [
+        (DELAYED, recipes.delayed(history_length=64)),
+        (RecipeMap(DELAYED, {"0": None}), RecipeMap(DELAYED, {"2": None})),
+    ],
+)
+def test_a_state_of_recipes_with_the_same_names(recipe, other):
+    saved, (model, _, schedule) = started(Phase(recipe))[2].state_dict(), started(Phase(other))
+    with pytest.raises(ValueError, match=r"the state's recipe in Phase.*delayed.* is .*, not .*"):
+        schedule.load_state_dict(saved)
+    renamed = replace(DELAYED, name="another name")
+    one_name, other_name = (started(Phase(RecipeMap(HIGH, {"0": rule})))[2] for rule in (DELAYED, renamed))
+    one_name.load_state_dict(other_name.state_dict())
+    del saved["recipes"]  # as in checkpoints from before they were saved
+    schedule.load_state_dict(saved)
+    assert model[0].recipe == other if isinstance(other, Recipe) else model[2].recipe == HIGH
+
+
+def test_a_state_of_something_else():
+    with pytest.raises(ValueError, match=r"no state that PrecisionSchedule\.state_dict returned: it has no 'high"):
+        started(Phase(LOW))[2].load_state_dict({})
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
         update = update_args(case["reduce"], (False, True, power_of_two), (0, 1, margin))
         args = (*history, *amaxes, dtype, power_of_two, margin, *update, case["transpose"])
         flat = tuple(named.get(name, default) for name, default in FLAT)
-        again = value_of(case, named, device)
+        again = recast_of(case, named, device)
         return Call("cast_and_commit", (x, *to(device, args), case["pad"], case["column_sum"], *flat), again)
     if how == "groups":
         named["as_is"], transpose = case["written"]
@@ -233,17 +233,17 @@ def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
         named |= second(case["second"][0], other, *case["second"][1:])
     tile = ALL if how == "delayed" else tile
     if tile == ALL and how in ("cast", "delayed") and "gamma" not in named:
-        named |= {"keep": case["keep"]} | value_of(case, named, device)
+        named |= {"keep": case["keep"]} | recast_of(case, named, device)
     args = (state if delayed else None, role, dtype, tile, power_of_two, margin, transpose, case["pad"])
     return Call("cast", (x, *to(device, args)), named)
 
 
-def value_of(case: dict[str, Any], named: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+def recast_of(case: dict[str, Any], named: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
     """Return the arguments by which the cast of an activation's gradient casts the activation too; or none."""
     if not case["again"] or "preactivation" not in named or "h_scale_inv" in named:
         return {}
     scale = torch.full((1,), case["scale"] or 3.0).to(device)
-    return {"value_scale": scale, "value_dtype": case["second"][0], "value_transposed": case["zero_centered"]}
+    return {"recast_scale": scale, "recast_dtype": case["second"][0], "recast_transposed": case["zero_centered"]}
 
 
 FLAT = [("activation", ""), ("preactivation", None), ("h_scale_inv", None), ("h_tile", ALL)]
@@ -391,7 +391,7 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
     is_norm = arguments.get("gamma") is not None
     names += ["mean", "rstd", "y"] if is_norm else [] if grouped else ["sums"]
     names += ["scale"] if arguments.get("keep") and not is_norm else []
-    names += ["value"] if arguments["value_scale"] is not None or call.op == "cast_and_commit" else []
+    names += ["recast"] if arguments["recast_scale"] is not None or call.op == "cast_and_commit" else []
     actual = dict(zip(names, results, strict=True))
     for name, one in actual.items():
         assert one.is_contiguous() or ((name.endswith("scale_inv") or name == "amax") and one.t().is_contiguous()), name
@@ -400,7 +400,7 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
         assert_same(actual, due_by_group(arguments))
     else:
         values = values_due(arguments)
-        check_value(actual.pop("value", None), arguments, is_exact)
+        check_recast(actual.pop("recast", None), arguments, is_exact)
         check_scale(actual.pop("scale", None), actual, arguments)
         expected = due(arguments, values)
         if arguments.get("swizzle"):
@@ -418,15 +418,15 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
     return actual
 
 
-def check_value(codes: Tensor | None, arguments: dict[str, Any], is_exact: bool) -> None:
+def check_recast(codes: Tensor | None, arguments: dict[str, Any], is_exact: bool) -> None:
     """Check the codes of an activation whose gradient is cast."""
-    if codes is None or arguments["value_scale"] is None:
+    if codes is None or arguments["recast_scale"] is None:
         assert codes is None or codes.shape == (0, 0)
         return
-    h, activation, dtype = arguments["preactivation"], arguments["activation"], arguments["value_dtype"]
+    h, activation, dtype = arguments["preactivation"], arguments["activation"], arguments["recast_dtype"]
     values = Values(produced(h, activation), magnitude(h, activation, None, None, ALL))
-    values = values.t() if arguments["value_transposed"] else values
-    expected, scale_inv, _ = definitions.cast(values.y, dtype, ALL, scale=float(arguments["value_scale"]))
+    values = values.t() if arguments["recast_transposed"] else values
+    expected, scale_inv, _ = definitions.cast(values.y, dtype, ALL, scale=float(arguments["recast_scale"]))
     expected = padded(expected, dtype, arguments["pad"])
     if is_exact:
         assert same_bits(codes, expected)

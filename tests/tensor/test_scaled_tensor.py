@@ -50,7 +50,9 @@ def test_what_does_not_fit_is_refused_with_both_values() -> None:
         ScaledTensor(codes, torch.ones(()), PerTensor())
     with pytest.raises(TypeError, match=r"scale_inv is torch.float64; .*torch.float32"):
         ScaledTensor(codes, scale_inv.double(), PerTensor())
-    with pytest.raises(TypeError, match=r"torch.uint8 .*torch.float8_e4m3fn or torch.float8_e5m2"):
+    with pytest.raises(
+        TypeError, match=r"torch.uint8 .*torch.float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2"
+    ):
         ScaledTensor(codes.view(torch.uint8), scale_inv, PerTensor())
     with pytest.raises(TypeError, match=r"float32, not torch.float64"):
         ScaledTensor(codes, scale_inv, PerTensor(), torch.float64)
@@ -335,6 +337,15 @@ def test_each_row_of_the_table_is_tried() -> None:
     assert set(original) - seen == {aten.copy_.default}
 
 
+def test_an_empty_pair_is_viewed_with_another_number_of_tiles() -> None:
+    q = quantize(torch.zeros(4, 0), E4M3, PerRow())
+    for shape in ((0, 0), (2, 2, 0), (7, 0)):
+        view = q.view(shape)
+        view.validate()
+        assert view.shape == shape and view.scale_inv.shape == (*shape[:-1], 1)
+        assert view.dequantize().shape == shape
+
+
 @each_granularity
 def test_views_share_both_parts(granularity: Granularity) -> None:
     q = tiles_of((6, 10), granularity)
@@ -560,7 +571,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     x = torch.randn(2, 2)
     with pytest.raises(TypeError, match="not list"):
         quantize([1.0], E4M3, PerTensor())
-    with pytest.raises(TypeError, match=r"'e4m3': use octavo\.E4M3 or octavo\.E5M2"):
+    with pytest.raises(TypeError, match=r"'e4m3': use octavo\.E4M3, octavo\.E5M2 or octavo\.E2M1"):
         quantize(x, "e4m3", PerTensor())
     with pytest.raises(TypeError, match=r"float8_e4m3fn: use octavo\.E4M3"):
         quantize(x, torch.float8_e4m3fn, PerTensor())

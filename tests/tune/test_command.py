@@ -66,6 +66,13 @@ def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(tuner: Any, tm
     assert f"wrote {output}" in capsys.readouterr().out and json.loads(output.read_text())["configs"]["amax"]
     assert command.tune(output, ORIGIN, options("--minutes", "0")) == 1
     assert "library: left out, no time\nnothing was found" in capsys.readouterr().out
+    for minutes in ("nan", "inf", "-1"):
+        with pytest.raises(SystemExit):
+            options("--minutes", minutes)
+        assert f"invalid value: '{minutes}' (choose a number of minutes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        options("--minutes", "nine")
+    assert "invalid minutes value: 'nine'" in capsys.readouterr().err
 
 
 def test_a_kind_without_a_right_row_is_a_failure_and_a_gpu_compiles_ahead(

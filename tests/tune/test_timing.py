@@ -30,6 +30,8 @@ def test_variants_take_turns_and_a_failing_one_has_an_error() -> None:
     slow = timing.timings({"a": lambda: None}, rounds=5, seconds_a_variant=-1.0, hide_host=False)
     assert len(slow.seconds["a"]) == 1, "it has fewer rounds"
     assert 29 < timing.Deadline(0.5).left() <= 30
+    with pytest.raises(ValueError, match="would never pass"):
+        timing.Deadline(math.nan)
 
 
 def test_a_reading_on_a_gpu_is_the_median_of_calls_that_find_its_cache_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_recipes_that_store_weights(recipe):
 @pytest.mark.parametrize("name", REFUSED)
 def test_recipes_that_cannot_say_why_and_change_nothing(name):
     recipe, reason = REFUSED[name]
-    assert StoredWeight.why_not(dynamic) is None
+    assert StoredWeight.why_not_storable(dynamic) is None
     for wanted in (recipe, octavo.RecipeMap(dynamic, {"2": recipe})):
         model = plain()
         before = dict(model.named_parameters())

@@ -515,6 +515,13 @@ def test_low_bits_of_a_file_fit_its_codes():
         saved_and_loaded(weight)
 
 
+def test_low_bits_of_a_row_that_is_written_to_all_rows():
+    weight, row = stored(), StoredWeight.cast(torch.randn(1, K).bfloat16(), keep_low_bits=True)
+    weight.copy_(row)
+    weight.validate()
+    assert torch.equal(weight.before_cast(), row.before_cast().expand(N, K))
+
+
 def test_scales_of_no_granularity_are_refused():
     with pytest.raises(ValueError, match=r"scales \(3, 7\) do not fit codes \(200, 300\)"):
         StoredWeight(stored().qdata, torch.ones(3, 7))

@@ -18,13 +18,15 @@ from octavo.weights.stored import StoredWeight
 _FORMATS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
-class _Short(enum.Enum):
+class _AbbreviatedEnum(enum.Enum):
+    """An enum whose values have torchao's abbreviations."""
+
     def short_str(self) -> str:
         """Return torchao's abbreviation of the value."""
         return {"axiswise": "axs"}.get(self.value, self.value[:3])
 
 
-class ScalingType(_Short):
+class ScalingType(_AbbreviatedEnum):
     """Whether an operand is cast: DYNAMIC by its own amax, DISABLED not at all.
 
     Example:
@@ -36,7 +38,7 @@ class ScalingType(_Short):
     DISABLED = "disabled"
 
 
-class ScalingGranularity(_Short):
+class ScalingGranularity(_AbbreviatedEnum):
     """The number of scales of an operand: TENSORWISE one, AXISWISE one a row.
 
     Example:
@@ -131,7 +133,7 @@ class Float8LinearConfig:
             if getattr(self, first).target_dtype != getattr(self, second).target_dtype:
                 raise ValueError(f"{first} and {second} must have one target_dtype")
         recipe = recipe_of(self)
-        if self.enable_fsdp_float8_all_gather and (why := StoredWeight.why_not(recipe)):
+        if self.enable_fsdp_float8_all_gather and (why := StoredWeight.why_not_storable(recipe)):
             raise UnsupportedOptionError(
                 f"enable_fsdp_float8_all_gather=True: this recipe's weights can't be gathered in FP8: {why}; leave it "
                 "out, or take the recipe 'tensorwise' or octavo.recipes.blockwise()"

@@ -20,6 +20,7 @@ def convert_to_float8_training(
     """Convert, in place, all linear layers of any size that ``module_filter_fn(module, name)`` chooses.
 
     Raises:
+        TypeError: for another configuration, such as torchao's.
         UnsupportedOptionError: for ``emulate`` on a GPU that multiplies FP8.
 
     Warns:
@@ -29,9 +30,11 @@ def convert_to_float8_training(
         >>> convert_to_float8_training(nn.Linear(32, 8), config=Float8LinearConfig.from_recipe_name("rowwise"))
         Linear(in_features=32, out_features=8, bias=True, recipe=torchao)
     """
-    config = config or Float8LinearConfig()
+    config = Float8LinearConfig() if config is None else config
     if not isinstance(config, Float8LinearConfig):
-        raise TypeError(f"config is a {type(config).__module__} one: import Float8LinearConfig from {__package__} too")
+        by_name = f"use Float8LinearConfig.from_recipe_name({config!r})"
+        remedy = by_name if isinstance(config, str) else f"import Float8LinearConfig from {__package__} too"
+        raise TypeError(f"config is a {type(config).__module__}.{type(config).__qualname__}: {remedy}")
     filter_fn = module_filter_fn or (lambda module, name: True)
 
     def chosen(layer: nn.Module, name: str) -> bool:

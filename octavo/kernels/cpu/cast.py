@@ -58,7 +58,7 @@ _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which to
 def write(
     source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = (), recast: CastTarget | None = None
 ) -> None:
-    """``reference.cast.write``."""
+    """Write what ``reference.cast.write`` writes."""
     if isinstance(source, RotaryHeads):
         source = CastSource(rotary(source).view(source.shape))
     x = source.x
@@ -96,8 +96,8 @@ class _ByCpp(NamedTuple):
 
     Attributes:
         amax: what cast.cpp's octavo_amax takes, if the target ``spans``.
-        cast: writes all else, given a matrix as ``_matrix`` returns it and whether octavo_amax told of faults in its
-            rows; -1: it asks itself.
+        cast: writes all else, given a matrix as ``_matrix`` returns it and ``faulty``: 1 if octavo_amax saw inf or NaN
+            in these rows, 0 if none, -1 if it was not called.
         spans: whether a tile spans all rows, so that its amax is raised by each chunk of them.
         needs_amax_first: whether the first code needs that amax, as no scale is known.
         unit: rows that begin whole tiles.
@@ -267,7 +267,7 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
 
 
 def produced(*flat: Any) -> Tensor:
-    """``reference.activation.produced``."""
+    """Return what ``reference.activation.produced`` returns."""
     source = CastSource(*flat)
     # this is no op: a graph with chunks in it would be right for one number of rows only
     if not source.activation or torch.compiler.is_compiling():
@@ -279,7 +279,7 @@ def produced(*flat: Any) -> Tensor:
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """``octavo::amax``."""
+    """Compute the op ``octavo::amax``; its contract is in signatures.py."""
     if compiled(x) is None:
         return reference.KERNELS["amax"](x, tile)
     none = no_codes(x, torch.float8_e4m3fn)

@@ -113,7 +113,7 @@ def _limits(dtype: torch.dtype) -> tuple[bool, float]:
 
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``octavo::dequantize``."""
+    """Compute the op ``octavo::dequantize``; its contract is in signatures.py."""
     return decode(qdata, dtype, scale_inv, tile).contiguous()
 
 
@@ -148,7 +148,7 @@ def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
 
 
 def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.cast_statistics.measured``."""
+    """Return what ``reference.cast_statistics.measured`` returns."""
     functions, is_packed = compiled(x), codes.dtype is E2M1.dtype
     if functions is None or is_packed:
         read = decode if is_packed else reference_decode

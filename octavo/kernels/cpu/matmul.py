@@ -35,7 +35,7 @@ _SMALL = 1 << 12  # up to so many elements torch's slower conversion takes less 
 
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """``octavo::matmul``."""
+    """Compute the op ``octavo::matmul``; its contract is in signatures.py."""
     a_pair, b_pair, bias = operands.plain()
     a, b = a_pair.codes, b_pair.codes
     narrow = out_dtype == torch.bfloat16

@@ -51,7 +51,7 @@ def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """``octavo::amax``; see signatures.py."""
+    """Compute the op ``octavo::amax``; its contract is in signatures.py."""
     return new_scales(x, x.shape, (tile[0], tile[1])).copy_(amax_of(x, tile))
 
 
@@ -101,34 +101,37 @@ def cast(
     offsets: Tensor | None = None,
     write: Write = write,
 ) -> tuple[Tensor, ...]:
-    """``octavo::cast``."""
+    """Compute the op ``octavo::cast``; its contract is in signatures.py."""
     if first.swizzles:
         plain = first._replace(swizzles=False), None if second is None else second._replace(swizzles=False)
         return _with_swizzled_scales(cast(source, *plain, output, write=write), first, second, output)
-    # by signatures.py's table of results: ``other`` and ``amax_or_scale`` are transposed codes and the amax, by two
-    # scalings the second qdata and scale_inv; ``besides`` is a norm's mean, rstd, y, or the sums, with in ``more`` the
-    # scale, if it is kept, and the recast's codes
-    results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output, offsets)
-    if not isinstance(source, NormSource):
-        besides, more = besides[:1], besides[1:]
+    results = new_cast(source, first, second, output, offsets)
+    is_norm = isinstance(source, NormSource)
+    sums_or_statistics = results[4:] if is_norm else results[4:5]
     if offsets is not None:
         assert isinstance(source, CastSource)
-        _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
+        _write_groups(source, CastTarget(first, *results), output.pad, offsets, write)
     elif second is None:
-        recast = None if output.recast is None else _recast_target(output, more[-1])
-        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides, recast)
-        if output.keep and not isinstance(source, NormSource):
-            more[0].copy_(_scale(first, amax_or_scale).view(1))
+        codes, transposed, scale_inv, amax, *_ = results
+        recast = None if output.recast is None else _recast_target(output, results[-1])
+        write(source, [CastTarget(first, codes, transposed, scale_inv, amax)], sums_or_statistics, recast)
+        if output.keep and not is_norm:
+            kept_scale = results[5]
+            kept_scale.copy_(_scale(first, amax).view(1))
     else:
-        none, second_scales = no_codes(codes, second.dtype), amax_or_scale.t() if output.transpose else amax_or_scale
-        both = (none, other) if output.transpose else (other, none)
+        codes, second_codes, scale_inv, second_scale_inv, *_ = results
+        none, second_scales = (
+            no_codes(codes, second.dtype),
+            second_scale_inv.t() if output.transpose else second_scale_inv,
+        )
+        both = (none, second_codes) if output.transpose else (second_codes, none)
         targets = [
             CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
             CastTarget(second, *both, second_scales, torch.empty_like(second_scales, dtype=torch.float32)),
         ]
         if E2M1.dtype in (first.dtype, second.dtype):  # whose amax is one number
             targets = [t._replace(amax=t.amax.new_empty((1, 1))) if t.scaling.is_packed else t for t in targets]
-        write(source, targets, besides, None)
+        write(source, targets, sums_or_statistics, None)
     return results
 
 
@@ -145,11 +148,11 @@ def _with_swizzled_scales(
     results: Sequence[Tensor], first: Scaling, second: Scaling | None, output: Output
 ) -> tuple[Tensor, ...]:
     """Return a cast's results with each scale_inv laid as its operand is, and swizzled."""
-    codes, other, scale_inv, amax_or_scale, *besides = results
-    scale_inv = swizzled(scale_inv if first.tile == MX else scale_inv.t())
+    _, _, scale_inv, second_scale_inv, *_ = results = list(results)
+    results[2] = swizzled(scale_inv if first.tile == MX else scale_inv.t())
     if second is not None:
-        amax_or_scale = swizzled(amax_or_scale if output.transpose or second.tile == MX else amax_or_scale.t())
-    return codes, other, scale_inv, amax_or_scale, *besides
+        results[3] = swizzled(second_scale_inv if output.transpose or second.tile == MX else second_scale_inv.t())
+    return tuple(results)
 
 
 def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Tensor, write: Write) -> None:
@@ -172,7 +175,7 @@ def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Ten
 def cast_and_commit(
     source: Castable, scaling: Scaling, commit: Commit, output: Output, write: Write = write
 ) -> tuple[Tensor, ...]:
-    """``octavo::cast_and_commit``."""
+    """Compute the op ``octavo::cast_and_commit``; its contract is in signatures.py."""
     in_pass = scaling._replace(delayed_scale=scales_of_pass(commit.delayed_scale, commit.delayed_before))
     q, t, scale_inv, amax, sums, *recast_codes = cast(source, in_pass, None, output, write=write)
     delayed_update(commit, amax)
@@ -228,7 +231,7 @@ def multi_tensor_cast(
     skip: Tensor | None = None,
     write: Write = write,
 ) -> None:
-    """``octavo::multi_tensor_cast``."""
+    """Compute the op ``octavo::multi_tensor_cast``; its contract is in signatures.py."""
     sizes_of_casts(lists, role, tile, power_of_two)
     xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
     if skip is not None and bool(skip):

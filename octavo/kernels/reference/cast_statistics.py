@@ -16,8 +16,8 @@ in groups have a row of counts for each group.
 And how many rows of a product's operand have an inf or a NaN, found from one column of the product's result. A fault in
 a row of the operand makes the whole row of the result faulty. So a row of the operand is read only where the first
 element of the result's row is not finite: that may also come from an overflow or from the other operand. The op's
-``found``, float32, belongs to a layer's role in a step: the number of faulty rows and of all rows, added up over calls;
-the largest scale_inv and amax.
+``faults``, float32, belongs to a layer's role in a step: the number of faulty rows and of all rows, added up over
+calls; the largest scale_inv and amax.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def count(
 
 
 def cast_statistics(cast: CountedCast, count: Callable[..., None] = count) -> None:
-    """``octavo::cast_statistics``."""
+    """Compute the op ``octavo::cast_statistics``; its contract is in signatures.py."""
     x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     codes = qdata if qdata.dtype is E2M1.dtype else qdata[:, : x.shape[1]]
     if offsets is None:
@@ -106,7 +106,7 @@ def cast_statistics(cast: CountedCast, count: Callable[..., None] = count) -> No
 
 
 def note_faults(watched: WatchedOperand) -> None:
-    """``octavo::note_faults``."""
+    """Compute the op ``octavo::note_faults``; its contract is in signatures.py."""
     y, operand, scale_inv, amax, place, faults, first, offsets = watched
     if y.numel() == 0:
         return

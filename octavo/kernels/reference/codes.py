@@ -38,5 +38,5 @@ def decode(codes: Tensor, dtype: torch.dtype, scale_inv: Tensor, tile: Sequence[
 
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``octavo::dequantize``."""
+    """Compute the op ``octavo::dequantize``; its contract is in signatures.py."""
     return decode(qdata, dtype, scale_inv, tile).clone(memory_format=torch.contiguous_format)

@@ -24,7 +24,7 @@ WHOLE = (slice(None),)
 
 
 def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tensor, Tensor]:
-    """``octavo::cross_entropy``, in chunks of rows."""
+    """Compute the op ``octavo::cross_entropy``, in chunks of rows; its contract is in signatures.py."""
     logits, _, _, smoothing, softcap = rows
     (losses, lse), (counts, places) = new_losses(rows), _targets(rows)
     for chunk in chunks:
@@ -32,6 +32,7 @@ def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tens
         lse[chunk] = torch.logsumexp(z, 1)
         if smoothing:
             losses[chunk] = z.mean(1)
+    lse.masked_fill_(lse == torch.inf, torch.nan)  # of a logit of +inf: there is no softmax, as in torch
     likely = _capped(logits.gather(1, places), softcap)[0][:, 0] if logits.shape[1] else lse
     exact = lse - (1 - smoothing) * likely
     if smoothing:
@@ -40,7 +41,7 @@ def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tens
 
 
 def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor, chunks: Sequence[slice] = WHOLE) -> Tensor:
-    """``octavo::cross_entropy_backward``, in chunks of rows."""
+    """Compute the op ``octavo::cross_entropy_backward``, in chunks of rows; its contract is in signatures.py."""
     out, targets = rows.logits.new_empty(rows.logits.shape), _targets(rows)
     for chunk in chunks:
         out_of_chunk = out[chunk]
@@ -51,7 +52,7 @@ def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor, chunks: Se
 def cross_entropy_codes(
     rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int, chunks: Sequence[slice] = WHOLE
 ) -> None:
-    """``octavo::cross_entropy_codes``, in chunks of rows."""
+    """Compute the op ``octavo::cross_entropy_codes``, in chunks of rows; its contract is in signatures.py."""
     (count, columns), targets, dtype = rows.logits.shape, _targets(rows), codes.dtype
     ones = lse.new_ones(1).expand(count)
     scale = lse.new_full((1, 1), scale_of_unit(format_of(dtype).max))

@@ -11,7 +11,7 @@ from octavo.numerics import scale_of
 
 
 def delayed_update(commit: Commit, amax_grad_output: Tensor | None) -> None:
-    """``octavo::delayed_update``."""
+    """Compute the op ``octavo::delayed_update``; its contract is in signatures.py."""
     delayed_scale, delayed_amax_history, delayed_before, *amaxes_of_forward = commit[:5]
     limits, powers_of_two, margins, reduce = commit[5:]
     amaxes = {role: amax for role, amax in enumerate((*amaxes_of_forward, amax_grad_output)) if amax is not None}

@@ -19,7 +19,7 @@ from octavo.numerics import MAX_SCALE, MIN_SCALE
 
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """``octavo::matmul``."""
+    """Compute the op ``octavo::matmul``; its contract is in signatures.py."""
     a, b, bias = operands.plain()
     out_MN = torch.empty(operands.shape, device=a.codes.device, dtype=torch.float32)
     # by out=, because autocast would turn the product into float16, where a sum of codes overflows
@@ -52,7 +52,7 @@ def result_scales(a_scale_inv: Tensor | None, b_scale_inv: Tensor | None) -> lis
 def grouped_matmul(
     operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool, matmul: Callable[..., Tensor] = matmul
 ) -> Tensor:
-    """``octavo::grouped_matmul``."""
+    """Compute the op ``octavo::grouped_matmul``; its contract is in signatures.py."""
     a, b, offsets, bias, pad = operands
     out = a.codes.new_zeros(operands.shape, dtype=out_dtype)
     if operands.has_ragged_rows:

@@ -57,7 +57,7 @@ def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
 def norm(
     source: NormSource, residual: Tensor | None, chunks: Sequence[slice] = (slice(None),)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``octavo::norm``, in chunks of rows."""
+    """Compute the op ``octavo::norm``, in chunks of rows; its contract is in signatures.py."""
     y, mean, rstd, total = new_norm(source, residual)
     for chunk in chunks:
         x = source.x[chunk]
@@ -71,7 +71,7 @@ def norm(
 
 
 def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None),)) -> tuple[Tensor, Tensor, Tensor]:
-    """``octavo::norm_backward``, in chunks of rows."""
+    """Compute the op ``octavo::norm_backward``, in chunks of rows; its contract is in signatures.py."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     mean, rstd = mean.contiguous(), rstd.contiguous()  # torch's op assumes that they are
     dx = x.new_empty(x.shape)

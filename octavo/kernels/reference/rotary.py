@@ -16,7 +16,7 @@ from octavo.kernels.arguments import RotaryHeads, new_rotary
 
 
 def rotary(heads: RotaryHeads) -> Tensor:
-    """``octavo::rotary``."""
+    """Compute the op ``octavo::rotary``; its contract is in signatures.py."""
     result = new_rotary(heads)
     sizes = [x.shape[2] for x in heads[:3]]
     for x, part in zip(turned(heads), result.unflatten(2, (-1, heads.q.shape[3])).split(sizes, 2), strict=True):

@@ -220,8 +220,8 @@ def _gradient(
     tile = {} if saved is None else {"h_tile": saved}
     named = {"transpose": True, "pad": 1, "column_sum": True, "activation": activation, **tile, **named}
     if and_value:
-        named |= {"value_dtype": E4M3, "value_transposed": True}
-    names = "preactivation", "value_scale" if and_value else "h_scale_inv"
+        named |= {"recast_dtype": E4M3, "recast_transposed": True}
+    names = "preactivation", "recast_scale" if and_value else "h_scale_inv"
     return _cast_case(op, reads, inputs, names, False, **named)
 
 

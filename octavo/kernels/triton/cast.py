@@ -70,7 +70,7 @@ _MOST_ROWS = 32  # rows of a block that one launch casts: with blocks of 128, 40
 def cast(
     source: Castable, first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """``octavo::cast``."""
+    """Compute the op ``octavo::cast``; its contract is in signatures.py."""
     if offsets is not None:
         assert isinstance(source, CastSource)
         return grouped_cast(source, first, output, offsets)
@@ -132,7 +132,7 @@ def _recast_to(output: Output, codes: Tensor) -> tuple[Scaling, Codes] | None:
 
 
 def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
-    """``octavo::norm``."""
+    """Compute the op ``octavo::norm``; its contract is in signatures.py."""
     if source.x.numel() == 0:
         return reference_norm(source, residual)
     results = y, mean, rstd, total = new_norm(source, residual)
@@ -143,7 +143,7 @@ def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
 def cast_and_commit(
     source: CastSource | RotaryHeads, scaling: Scaling, commit: Commit, output: Output
 ) -> tuple[Tensor, ...]:
-    """``octavo::cast_and_commit``."""
+    """Compute the op ``octavo::cast_and_commit``; its contract is in signatures.py."""
     if isinstance(source, RotaryHeads) and source.x.numel() == 0:
         source = CastSource(source.x.new_empty(source.shape))
     inputs = cast_input(source)
@@ -161,7 +161,7 @@ def cast_and_commit(
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """``octavo::amax``: a tensor's by a kernel for it, those of rows and blocks by the kernels that cast."""
+    """Compute the op ``octavo::amax``, of rows and blocks by casts; its contract is in signatures.py."""
     inputs, scaling = CastInput(x, *x.shape), Scaling(torch.float8_e4m3fn, (tile[0], tile[1]), False, 0)
     if not inputs.fits(scaling.tile):
         return reference_amax(x, tile)

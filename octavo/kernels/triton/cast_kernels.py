@@ -16,8 +16,7 @@ for each strip with column sums. For lines: the bits of the columns' amaxes and 
 one for each group.
 
 ``produce`` returns a tile and, where ``tiling.halves`` (a gated activation's gradient), the tile of the matrix's other
-half of columns: that is ``second``, and ``half`` in cast_blocks_kernel. There ``second`` is what the second of two
-scalings writes.
+half of columns, ``other_half``. Names with ``second`` are of the second of two scalings.
 """
 
 from __future__ import annotations
@@ -60,20 +59,20 @@ from octavo.kernels.triton.tiles import (
 
 
 @triton.jit
-def finite_largest(largest, tile, second, tiling: tl.constexpr):
+def finite_largest(largest, tile, other_half, tiling: tl.constexpr):
     """Return ``largest`` raised to the finite magnitudes of what ``produce`` returned."""
     largest = tl.maximum(largest, finite_abs(tile))
     if tiling.halves:
-        largest = tl.maximum(largest, finite_abs(second))
+        largest = tl.maximum(largest, finite_abs(other_half))
     return largest
 
 
 @triton.jit
-def larger(tile, second, tiling: tl.constexpr):
+def larger(tile, other_half, tiling: tl.constexpr):
     """Return the finite magnitudes of a tile, or the larger ones of two halves; finite_largest has another order."""
     result = finite_abs(tile)
     if tiling.halves:
-        result = tl.maximum(result, finite_abs(second))
+        result = tl.maximum(result, finite_abs(other_half))
     return result
 
 
@@ -83,8 +82,8 @@ def strip_amax(x, extra, first_row, cols, function: tl.constexpr, tiling: tl.con
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, extra, rows, cols, function, tiling.even)
-        largest = finite_largest(largest, tile, second, tiling)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
+        largest = finite_largest(largest, tile, other_half, tiling)
     return tl.max(tl.max(largest, 1), 0)
 
 
@@ -100,26 +99,27 @@ def cast_strip(
     E5M2: tl.constexpr,
     SUMS: tl.constexpr,
     tiling: tl.constexpr,
-    value=None,  # (a scale, Codes) of the activation whose gradient is cast
-    y_function: tl.constexpr = None,  # its Function
+    recast=None,  # (a scale, Codes) of the activation whose gradient is cast
+    recast_function: tl.constexpr = None,  # its Function
 ):
-    """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the second tiles)."""
+    """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the other half)."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    second_sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    sums_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, extra, rows, cols, function, tiling.even)
-        largest = finite_largest(largest, tile, second, tiling)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
+        largest = finite_largest(largest, tile, other_half, tiling)
         if SUMS:
             sums += tile
             if tiling.halves:
-                second_sums += second
-        if y_function is not None:
-            y, _ = produce(x, extra, rows, cols, y_function, tiling.even)  # before any store, so extra is loaded once
-            store_codes(encode(y, tl.load(value[0]), y_function.e5m2), value[1], rows, cols, x, tiling.even)
-        store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
-    return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
+                sums_of_half += other_half
+        if recast_function is not None:
+            # before any store, so extra is loaded once
+            y, _ = produce(x, extra, rows, cols, recast_function, tiling.even)
+            store_codes(encode(y, tl.load(recast[0]), recast_function.e5m2), recast[1], rows, cols, x, tiling.even)
+        store_tiles(tile, other_half, scale, scale, out, rows, cols, x, E5M2, tiling)
+    return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(sums_of_half, 0)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -171,14 +171,14 @@ def cast_tensor_kernel(
     delayed,  # with a ROLE, a State; without an update only its scale is read
     rolled,  # with an update, amaxes that the last program rolls too: (of the input, of the weight)
     sums,  # None, or (column sums [C], their parts [groups, C])
-    value,  # with y_function, (a scale, Codes) of the activation whose gradient is cast
+    recast,  # with recast_function, (a scale, Codes) of the activation whose gradient is cast
     work_ptr,
     groups,  # how many groups of tiling.tiles tiles a strip has
     function: tl.constexpr,  # Function
     ROLE: tl.constexpr,  # None for Dynamic
     rounding: tl.constexpr,
     update: tl.constexpr,  # Update, or None
-    y_function: tl.constexpr,  # Function of that activation, or None
+    recast_function: tl.constexpr,  # Function of that activation, or None
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with one scale: write codes in one or both layouts, scale_inv, and the amax, sums and roll if wanted."""
@@ -197,8 +197,8 @@ def cast_tensor_kernel(
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     first_row = group * (tiling.tiles * tiling.block_r)
     SUMS: tl.constexpr = sums is not None
-    amax, parts, second_parts = cast_strip(
-        x, extra, out.codes, scale, first_row, cols, function, rounding.e5m2, SUMS, tiling, value, y_function
+    amax, parts, parts_of_half = cast_strip(
+        x, extra, out.codes, scale, first_row, cols, function, rounding.e5m2, SUMS, tiling, recast, recast_function
     )
     if ROLE is not None:
         raise_amax(work_ptr, amax)
@@ -207,7 +207,7 @@ def cast_tensor_kernel(
     if sums is not None:  # only the last program of each strip counts at the second counter
         counted = strips
         counter = work_ptr + 2 + strip
-        counts = finish_column_sums(parts, second_parts, sums, counter, group, groups, cols, x.C, tiling.halves)
+        counts = finish_column_sums(parts, parts_of_half, sums, counter, group, groups, cols, x.C, tiling.halves)
     if ROLE is not None:
         if counts:
             if is_last_program(work_ptr + 1, counted):
@@ -269,23 +269,23 @@ def cast_rows_kernel(
     """Cast with a scale for each row."""
     rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
     cols = tl.arange(0, tiling.block_c)
-    tile, second = produce(x, extra, rows, cols, function, tiling.even)
-    largest = larger(tile, second, tiling)
+    tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
+    largest = larger(tile, other_half, tiling)
     if not tiling.one_tile:
         for start in range(tiling.block_c, x.C, tiling.block_c):
-            more, more_second = produce(x, extra, rows, start + cols, function, tiling.even)
-            largest = tl.maximum(largest, larger(more, more_second, tiling))
+            more, more_of_half = produce(x, extra, rows, start + cols, function, tiling.even)
+            largest = tl.maximum(largest, larger(more, more_of_half, tiling))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
     tl.store(out.amax + rows, amax, mask=rows < x.R)
     tl.store(out.scale_inv + rows, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
     scale = scale[:, None]
     if tiling.one_tile:
-        store_tiles(tile, second, scale, scale, out.codes, rows, cols, x, rounding.e5m2, tiling)
+        store_tiles(tile, other_half, scale, scale, out.codes, rows, cols, x, rounding.e5m2, tiling)
     else:
         for start in range(0, x.C, tiling.block_c):
-            tile, second = produce(x, extra, rows, start + cols, function, tiling.even)
-            store_tiles(tile, second, scale, scale, out.codes, rows, start + cols, x, rounding.e5m2, tiling)
+            tile, other_half = produce(x, extra, rows, start + cols, function, tiling.even)
+            store_tiles(tile, other_half, scale, scale, out.codes, rows, start + cols, x, rounding.e5m2, tiling)
 
 
 def row_tile(inputs: CastInput) -> tuple[Config, int]:
@@ -351,29 +351,29 @@ def line_amax_kernel(
         row_bits_ptr += x.C
     counter_ptr = row_bits_ptr + x.R
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = group * HEIGHT + i * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, extra, rows, cols, function, tiling.even)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         tile = finite_abs(tile)
-        second = finite_abs(second)
+        other_half = finite_abs(other_half)
         if column_rounding is not None:
             largest = tl.maximum(largest, tile)
             if tiling.halves:
-                second_largest = tl.maximum(second_largest, second)
+                largest_of_half = tl.maximum(largest_of_half, other_half)
         if row_rounding is not None:
             if tiling.halves:
-                tile = tl.maximum(tile, second)
+                tile = tl.maximum(tile, other_half)
             raise_amax(row_bits_ptr + rows, tl.max(tile, 1), rows < x.R)
     if column_rounding is not None:
         raise_amax(work_ptr + cols, tl.max(largest, 0), cols < x.C)
         if tiling.halves:
-            raise_amax(work_ptr + x.C + cols, tl.max(second_largest, 0), cols < x.C)
+            raise_amax(work_ptr + x.C + cols, tl.max(largest_of_half, 0), cols < x.C)
         if is_last_program(counter_ptr + strip, groups):
             finish_lines(work_ptr, cols, x.C, by_column, scales[1], column_rounding)
             if tiling.halves:
-                second_cols = tl.where(cols < x.C, x.C + cols, 2 * x.C)
-                finish_lines(work_ptr, second_cols, 2 * x.C, by_column, scales[1], column_rounding)
+                cols_of_half = tl.where(cols < x.C, x.C + cols, 2 * x.C)
+                finish_lines(work_ptr, cols_of_half, 2 * x.C, by_column, scales[1], column_rounding)
     if row_rounding is not None:
         if is_last_program(counter_ptr + strips + group, strips):
             finish_lines(row_bits_ptr, group * HEIGHT + tl.arange(0, HEIGHT), x.R, by_row, scales[0], row_rounding)
@@ -402,31 +402,33 @@ def cast_lines_kernel(
     group = program // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     column_scale = 1.0
-    second_scale = 1.0
+    scale_of_half = 1.0
     if column_rounding is not None:
         column_scale = tl.load(scales[1] + cols, mask=cols < x.C, other=1.0)[None, :]
-        second_scale = column_scale
+        scale_of_half = column_scale
         if tiling.halves:
-            second_scale = tl.load(scales[1] + x.C + cols, mask=cols < x.C, other=1.0)[None, :]
+            scale_of_half = tl.load(scales[1] + x.C + cols, mask=cols < x.C, other=1.0)[None, :]
     total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    second_total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = (group * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, extra, rows, cols, function, tiling.even)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         if row_rounding is not None:
             scale = tl.load(scales[0] + rows, mask=rows < x.R, other=1.0)[:, None]
-            store_tiles(tile, second, scale, scale, by_row.codes, rows, cols, x, row_rounding.e5m2, tiling)
+            store_tiles(tile, other_half, scale, scale, by_row.codes, rows, cols, x, row_rounding.e5m2, tiling)
         if column_rounding is not None:
             codes = by_column.codes
-            store_tiles(tile, second, column_scale, second_scale, codes, rows, cols, x, column_rounding.e5m2, tiling)
+            store_tiles(
+                tile, other_half, column_scale, scale_of_half, codes, rows, cols, x, column_rounding.e5m2, tiling
+            )
         if sums is not None:
             total += tile
             if tiling.halves:
-                second_total += second
+                total_of_half += other_half
     if sums is not None:
         total = tl.sum(total, 0)
-        second_total = tl.sum(second_total, 0)
-        finish_column_sums(total, second_total, sums, work_ptr + strip, group, groups, cols, x.C, tiling.halves)
+        total_of_half = tl.sum(total_of_half, 0)
+        finish_column_sums(total, total_of_half, sums, work_ptr + strip, group, groups, cols, x.C, tiling.halves)
 
 
 def cast_by_line(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
@@ -534,16 +536,16 @@ def tall_scales(largest, HALF: tl.constexpr, place, x, out, scaling: tl.constexp
 
 @triton.jit
 def column_amaxes(x, extra, place, cols, function: tl.constexpr, tiling: tl.constexpr):
-    """Return the amaxes of the columns [BC] of a program's part, and of its second half."""
+    """Return the amaxes of the columns [BC] of a program's part, and of its other half."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = (place[0] * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, second = produce(x, extra, rows, cols, function, tiling.even)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
-            second_largest = tl.maximum(second_largest, finite_abs(second))
-    return tl.max(largest, 0), tl.max(second_largest, 0)
+            largest_of_half = tl.maximum(largest_of_half, finite_abs(other_half))
+    return tl.max(largest, 0), tl.max(largest_of_half, 0)
 
 
 @triton.jit
@@ -589,20 +591,20 @@ def cast_blocks_kernel(
     for i in range(tiling.tiles):  # upwards: the tile that was read last is in the nearest cache
         at = (place[0] * tiling.tiles + tiling.tiles - 1 - i, place[1])
         rows = at[0] * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, half = produce(x, extra, rows, cols, function, tiling.even)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         if sums is not None:
             total += tile if function.name == "" else rounded(tile)
             if tiling.halves:
-                total_of_half += rounded(half)
+                total_of_half += rounded(other_half)
         store_blocks(tile, 0, at, x, first, scaling, tiling, tall)
         if tiling.halves:
-            store_blocks(half, 1, at, x, first, scaling, tiling, tall_of_half)
+            store_blocks(other_half, 1, at, x, first, scaling, tiling, tall_of_half)
         if second_scaling is not None:
             if function.name == "" and tiling.tiles == 1 and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
                 tile = kept_narrow(tile, x.ptr.dtype.element_ty)
             store_blocks(tile, 0, at, x, second, second_scaling, tiling, second_tall)
             if tiling.halves:
-                store_blocks(half, 1, at, x, second, second_scaling, tiling, second_tall_of_half)
+                store_blocks(other_half, 1, at, x, second, second_scaling, tiling, second_tall_of_half)
     if sums is not None:
         total = tl.sum(total, 0)
         total_of_half = tl.sum(total_of_half, 0)

@@ -159,7 +159,7 @@ def exponent_bins(numbers):
 
 
 def cast_statistics(cast: CountedCast) -> None:
-    """``octavo::cast_statistics``."""
+    """Compute the op ``octavo::cast_statistics``; its contract is in signatures.py."""
     x, qdata, scale_inv, tile, sums, extremes, offsets = cast
     if qdata.dtype is E2M1.dtype:
         return reference_cast_statistics(cast)
@@ -253,7 +253,7 @@ def note_faults_kernel(
 
 
 def note_faults(watched: WatchedOperand) -> None:
-    """``octavo::note_faults``."""
+    """Compute the op ``octavo::note_faults``; its contract is in signatures.py."""
     y, operand, scale_inv, amax, place, faults, first, offsets = watched
     if y.numel() == 0:
         return

@@ -180,7 +180,7 @@ def _options(rows: LossRows) -> LossOptions:
 
 
 def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
-    """``octavo::cross_entropy``."""
+    """Compute the op ``octavo::cross_entropy``; its contract is in signatures.py."""
     logits, target, *_, softcap = rows
     losses, lse = new_losses(rows)
     if not logits.shape[1]:  # no column is right, and the sum of no exponentials is 0
@@ -193,7 +193,7 @@ def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
-    """``octavo::cross_entropy_backward``."""
+    """Compute the op ``octavo::cross_entropy_backward``; its contract is in signatures.py."""
     logits, target, *_, softcap = rows
     out = logits.new_empty(logits.shape)
     if out.numel():
@@ -204,7 +204,7 @@ def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
 
 
 def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
-    """``octavo::cross_entropy_codes``."""
+    """Compute the op ``octavo::cross_entropy_codes``; its contract is in signatures.py."""
     logits, target, *_, softcap = rows
     if logits.numel():
         count, columns = logits.shape

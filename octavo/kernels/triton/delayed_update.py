@@ -127,7 +127,7 @@ def state_and_update(commit: Commit) -> tuple[StateTensors, Update]:
 
 
 def delayed_update(commit: Commit, amax_grad_output: Tensor | None) -> None:
-    """``octavo::delayed_update``."""
+    """Compute the op ``octavo::delayed_update``; its contract is in signatures.py."""
     state, update = state_and_update(commit)
     amaxes = *commit[3:5], amax_grad_output
     launch(delayed_update_kernel, 1, (state, *amaxes, update), 4 if update.length > 32 else 1)

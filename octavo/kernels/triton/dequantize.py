@@ -48,7 +48,7 @@ def dequantize_kernel(
 
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``octavo::dequantize``."""
+    """Compute the op ``octavo::dequantize``; its contract is in signatures.py."""
     if qdata.dtype is E2M1.dtype:
         return reference_dequantize(qdata, scale_inv, tile, dtype)
     rows, cols = qdata.shape

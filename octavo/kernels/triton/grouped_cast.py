@@ -346,7 +346,7 @@ class _GroupedSource(NamedTuple):
 
 
 def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: Tensor) -> tuple[Tensor, ...]:
-    """``octavo::cast`` of rows in groups."""
+    """Compute the op ``octavo::cast`` of rows in groups; its contract is in signatures.py."""
     inputs, tile = cast_input(source), scaling.tile
     if not inputs.fits(tile) and not (inputs.rows * inputs.cols == 0 and is_small_block(tile)):
         return reference_cast(source, scaling, None, output, offsets)

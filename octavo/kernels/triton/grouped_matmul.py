@@ -128,7 +128,7 @@ def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
 
 
 def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """``octavo::grouped_matmul``."""
+    """Compute the op ``octavo::grouped_matmul``; its contract is in signatures.py."""
     if is_right_in_groups(operands, out_dtype, fast_accum):
         return library_grouped_matmul(operands, fast_accum)
     if step_along(operands.a.tile, operands.b.tile) == 0:

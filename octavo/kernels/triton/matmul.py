@@ -370,7 +370,7 @@ else:
 
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """``octavo::matmul``."""
+    """Compute the op ``octavo::matmul``; its contract is in signatures.py."""
     tiles = operands.a.tile, operands.b.tile
     if (*tiles, fast_accum) in LIBRARY and is_right(operands, out_dtype, fast_accum):
         return library_matmul(operands, out_dtype, fast_accum)

@@ -242,7 +242,7 @@ def _work_of(
 def multi_tensor_cast(
     lists: CastLists, role: int, tile: Sequence[int], power_of_two: bool, margin: int, skip: Tensor | None = None
 ) -> None:
-    """``octavo::multi_tensor_cast``."""
+    """Compute the op ``octavo::multi_tensor_cast``; its contract is in signatures.py."""
     sizes = sizes_of_casts(lists, role, tile, power_of_two)
     xs, qdata, transposed, scale_inv, _, delayed_scales = lists
     if not xs:

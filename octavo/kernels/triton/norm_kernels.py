@@ -385,7 +385,7 @@ def norm_backward_sum_kernel(
 
 
 def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
-    """``octavo::norm_backward``."""
+    """Compute the op ``octavo::norm_backward``; its contract is in signatures.py."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     rows, cols = x.shape
     dx, dgamma, dbeta = x.new_empty((rows, cols)), gamma.new_empty(cols), gamma.new_empty(cols if with_beta else 0)

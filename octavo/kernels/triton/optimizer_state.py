@@ -95,7 +95,7 @@ class MomentClass:
         fmt: octavo's Format of codes; None for floats.
         root, rounding: as MomentTensors's.
         scale: where codes' scales come from: "block": each block's amax; "previous": the tensor's amax of the step
-            before; "found": the tensor's amax, found by a launch before.
+            before; "amax_known": the tensor's amax, which a launch before found.
     """
 
     dtype: Any = None
@@ -107,7 +107,7 @@ class MomentClass:
     @classmethod
     def of(cls, moment: MomentTensors) -> MomentClass:
         """Return a moment's class."""
-        scale = "previous" if moment.amax is not None else "found" if moment.needs_amax_first else "block"
+        scale = "previous" if moment.amax is not None else "amax_known" if moment.needs_amax_first else "block"
         return cls(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.rounding, scale)
 
     @property

@@ -173,8 +173,10 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
         rows.append([*row, *[0] * (WIDTH.value - len(row))])
         programs += tiles_along(tiles, chosen.depth)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
-    finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
-    steps = tuple(StepClass(tuple(numbers), rule, chosen.block_r, find) for find in finds)
+    finds_by_launch = (
+        (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
+    )
+    steps = tuple(StepClass(tuple(numbers), rule, chosen.block_r, finds) for finds in finds_by_launch)
     bare_updates = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
     return _Launch(bare_updates, table, programs, chosen.depth, steps, {}, set())
 

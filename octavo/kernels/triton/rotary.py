@@ -89,7 +89,7 @@ def rotary_kernel(
 
 
 def rotary(heads: RotaryHeads) -> Tensor:
-    """``octavo::rotary``."""
+    """Compute the op ``octavo::rotary``; its contract is in signatures.py."""
     *inputs, cos, sin, inverse = heads
     result, (sequences, positions, _, width) = new_rotary(heads), heads.q.shape
     if result.numel() == 0:

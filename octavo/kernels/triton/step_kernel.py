@@ -81,14 +81,14 @@ class StepClass:
     Attributes:
         tensors: one for each way in which tensors differ.
         rule: of all groups.
-        blocks: a tile.
-        find: only find the amaxes of moments whose scale is "found".
+        blocks: how many blocks a tile has.
+        finds_amaxes: the launch only finds the amaxes of moments that need them before their first code.
     """
 
     tensors: tuple[TensorClass, ...]
     rule: StepRule
     blocks: int
-    find: bool
+    finds_amaxes: bool
 
     @property
     def has_one_scale(self) -> bool:
@@ -187,7 +187,7 @@ def moment_scale(row, COLUMN: tl.constexpr, amax_ptr, MOMENT: tl.constexpr):
     if MOMENT.scale == "previous":
         amax = tl.load(to_pointer(row[COLUMN + AMAX], tl.float32, False))
         scale = scale_from_amax(amax, MOMENT.fmt.max, False)
-    if MOMENT.scale == "found":
+    if MOMENT.scale == "amax_known":
         scale = scale_from_amax(tl.load(amax_ptr).to(tl.float32, bitcast=True), MOMENT.fmt.max, False)
     return scale
 
@@ -268,7 +268,7 @@ def leave_scales(shared_ptr, scales, TENSOR: tl.constexpr, COUNT: tl.constexpr):
 def found_amax(wide, MOMENT: tl.constexpr):
     """Return the amax of a moment's new values where a launch before the step is to find it; else 0."""
     largest = 0.0
-    if MOMENT.scale == "found":
+    if MOMENT.scale == "amax_known":
         largest = tl.max(tl.max(finite_abs(wide), 1), 0)
     return largest
 
@@ -313,7 +313,7 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
     elif FIRST_MOMENT.dtype is not None:
         m = sgd_moment(m, g, n, STEP.rule.decoupled)
     before = w
-    if not STEP.find:
+    if not STEP.finds_amaxes:
         if STEP.rule.is_adam:
             w = adam_weight(w, m, root, n, STEP.rule.decoupled, STEP.rule.bounds_update)
         else:
@@ -325,7 +325,7 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
     amax1 = 0.0
     amax2 = 0.0
     amax_w = 0.0
-    if STEP.find:
+    if STEP.finds_amaxes:
         amax1 = found_amax(m, FIRST_MOMENT)
         amax2 = found_amax(v, SECOND_MOMENT)
     else:
@@ -399,12 +399,12 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
         largest_w = tl.maximum(largest_w, amax_w)
     SECOND_AMAX: tl.constexpr = 2 * COUNT
     MASTER_AMAX_WRITTEN: tl.constexpr = 4 * COUNT
-    LOOKED: tl.constexpr = "found" if STEP.find else "previous"
+    LOOKED: tl.constexpr = "amax_known" if STEP.finds_amaxes else "previous"
     if TENSOR.first.scale == LOOKED:
         raise_amax(pointers.shared, largest1)
     if TENSOR.second.scale == LOOKED:
         raise_amax(pointers.shared + SECOND_AMAX, largest2)
-    if not STEP.find:
+    if not STEP.finds_amaxes:
         if MEASURE:
             if row[MEASURED] != 0:
                 add_resolution(pointers.resolution, all_moved, all_grid)
@@ -451,6 +451,6 @@ def optimizer_step_kernel(
         if kind == i:
             TENSOR: tl.constexpr = STEP.tensors[i]
             update_tensor(row, pointers, program, tiles, TENSOR, COUNT, STEP)
-    if not STEP.find:
+    if not STEP.finds_amaxes:
         if is_last_program(work_ptr, programs):
             finish(table_ptr, work_ptr, COUNT, STEP.has_one_scale)

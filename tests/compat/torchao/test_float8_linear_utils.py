@@ -71,6 +71,12 @@ def test_torchaos_own_configuration_is_not_taken_for_ours(theirs):
         ours.convert_to_float8_training(nn.Linear(16, 16), config=theirs.Float8LinearConfig())
 
 
+@pytest.mark.parametrize(("config", "message"), [("rowwise", r"from_recipe_name\('rowwise'\)"), ({}, "a builtins")])
+def test_what_is_no_configuration(config, message):
+    with pytest.raises(TypeError, match=message):
+        ours.convert_to_float8_training(nn.Linear(16, 16), config=config)
+
+
 def test_emulation_is_refused_where_fp8_is_native(monkeypatch):
     monkeypatch.setattr(float8_linear_utils, "runs_natively", lambda device: True)
     with pytest.raises(octavo.UnsupportedOptionError, match="train on a CPU"):

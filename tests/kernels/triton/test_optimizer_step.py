@@ -171,7 +171,7 @@ def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     launch, only_amaxes = both.module.launch, []
 
     def recorded(kernel: Any, programs: int, arguments: tuple[Any, ...], num_warps: int) -> None:
-        only_amaxes.append(arguments[-1].find)
+        only_amaxes.append(arguments[-1].finds_amaxes)
         launch(kernel, programs, arguments, num_warps)
 
     monkeypatch.setattr(both.module, "launch", recorded)
