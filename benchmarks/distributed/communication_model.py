@@ -98,7 +98,7 @@ def traced() -> dict[tuple[str, str], Shapes]:
         model = transformers.LlamaForCausalLM(config).bfloat16()
     asked = {"gpus": 8, "mesh": "fsdp=8", "sequences": 8, "context": 8192, "micro_batches": 1, "recompute": 0.0}
     steps = plan(model, rates_of("H100"), fuse=False, algorithm="adamw", checkpoint_in_fp8=False, **asked).steps
-    return {(kernels, stage.precision.name): stage.whole for kernels, stages in steps.items() for stage in stages}
+    return {(kernels, stage.precision.name): stage.model_shapes for kernels, each in steps.items() for stage in each}
 
 
 TRACED = replace(LLAMA_8B, name="8B ")

@@ -31,9 +31,7 @@ EXAMPLES = (
     "octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8",
 )
 STATE = ("algorithm", "moments", "master", "weight_storage", "update_in_backward")  # fields of StateConfig
-# options by the step that they are for; each is in one of these, but for those of StateConfig and of the model's sizes
-OF_ANY = ("model", "tokens", "device", "fuse", "gpus")
-OF_DEVICE = ("head", "attention", "loss")
+OF_DEVICE = ("head", "attention", "loss")  # options for a step on one device alone, besides those of STATE
 # arguments of plan_on_mesh, with what they are where the flag is not given
 OF_MESH = {"mesh": None, "micro_batches": None, "recompute": None, "checkpoint_in_fp8": False}
 

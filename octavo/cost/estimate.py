@@ -44,7 +44,7 @@ from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import fused_modules
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import pytree
-from octavo.recipes import default, high_precision
+from octavo.recipes import as_recipe, default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
@@ -77,9 +77,10 @@ class Estimate:
 
     Example:
         >>> import torch, octavo
+        >>> from octavo.cost import estimate, rates_of
         >>> with torch.device("meta"):
         ...     layer, x = torch.nn.Linear(8192, 8192).bfloat16(), torch.empty(8192, 8192, dtype=torch.bfloat16)
-        >>> step = estimate(layer, (x,), octavo.recipes.delayed(), octavo.cost.rates_of("H200"))
+        >>> step = estimate(layer, (x,), octavo.recipes.delayed(), rates_of("H200"))
         >>> step.products < step.total, len(step.slower)
         (True, 0)
     """
@@ -241,7 +242,7 @@ def _saved(
 def estimate(
     model: nn.Module,
     inputs: Sequence[Any],
-    recipe: Recipe | RecipeMap | None,
+    recipe: Recipe | RecipeMap | str | None,
     rates: Rates,
     select: Select | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = torch.optim.AdamW,
@@ -259,7 +260,7 @@ def estimate(
     Args:
         model: on any device; the meta device (``with torch.device("meta"):``) takes no memory.
         inputs: positional arguments of its forward, as in training; their values are not read.
-        recipe: as for octavo.convert; None: nothing is converted.
+        recipe: as for octavo.convert, or its name; None: nothing is converted.
         rates: of the device; see octavo.cost.rates_of.
         select: as for octavo.convert.
         optimizer: returns the optimizer of the parameters.
@@ -286,6 +287,7 @@ def estimate(
         >>> bf16.total > fp8.total
         True
     """
+    recipe = None if recipe is None else as_recipe(recipe)
     twin, work = on_meta(model), work or work_of(model, inputs)
     is_fused_bf16 = fuse and recipe is None
     if recipe is not None:
@@ -337,10 +339,10 @@ def _added_layers(
     for linear in times.work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
         recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        cast_input = linear.reads, linear.grad_weight, recipe.input_casts
+        cast_input = linear.input_id, linear.grad_weight, recipe.input_casts
         roles = ("weight", weight_storage), ("input", cast_input in cast_inputs), ("grad_output", linear is uncast_head)
         spared = {role for role, is_spared in roles if is_spared}
-        cast_inputs |= {cast_input} if linear.reads else set()
+        cast_inputs |= {cast_input} if linear.input_id else set()
         layer = times.add(linear, recipe, spared)
         layers += [] if recipe.is_high_precision else [layer]
     return tuple(layers)

@@ -43,9 +43,9 @@ READ, WRITE = 2, 2  # bytes in bf16 of a tensor of an element each; of two tenso
 _GATED = by_launch([4, 6], [6, 6, 6])  # the activation of gate, times up
 _LOSS = by_launch([6, 8, 4], [8, 12, 6])  # to float32, log-softmax, the loss
 # By part, for each element of what its comment names: 2 bytes in bf16, 4 in float32, 1 of a code; 0 of a launch that
-# reads rows alone. Casts are counted elsewhere, but what a fused one reads more than a cast alone is here, and launches
-# that fewer casts need are below 0: of a difference the latter number is what the cast alone reads. A block has two
-# norms, Qwen3's two more of heads, and one of all others but losses.
+# reads rows alone. Casts are counted elsewhere. A row has only the bytes that a fused cast reads beyond a cast alone
+# (written a - b: b is the cast alone), and negative launches where fusing saves casts. A block has two norms, Qwen3's
+# two more of heads, and one of all others but losses.
 PARTS = {
     # its input
     "norm": Part(

@@ -333,7 +333,8 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
         its rates; nothing is written.
 
     Example:
-        >>> octavo.cost.estimate(model, inputs, recipe, octavo.cost.measure()).total  # doctest: +SKIP
+        >>> from octavo.cost import estimate, measure
+        >>> estimate(model, inputs, recipe, measure()).total  # doctest: +SKIP
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"

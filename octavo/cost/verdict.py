@@ -39,11 +39,11 @@ WAITING = 64 << 20  # bytes of gradients that wait for an update in backward, as
 
 
 class Column(NamedTuple):
-    """A column of a table: its name, its number of a step, given the step without FP8, and what stands above it."""
+    """A table's column: its heading, a function (step, bf16's step) -> number, and the heading of its group."""
 
-    name: str
+    heading: str
     number: Callable[[Estimate, Estimate], float]
-    above: str = ""
+    group: str = ""
 
 
 TIMES = (
@@ -157,11 +157,11 @@ def tables(estimates: Sequence[Estimate]) -> str:
 
 
 def _rows(title: str, columns: Sequence[Column], estimates: Sequence[Estimate]) -> list[list[str]]:
-    """Return a table's rows: what stands above columns, if anything does, the title and their names, each step's."""
-    above = ["", *(column.above for column in columns)]
-    rows = [[title, *(column.name for column in columns)]]
+    """Return a table's rows: the headings of groups, if there are any, the title and columns' headings, each step's."""
+    groups = ["", *(column.group for column in columns)]
+    rows = [[title, *(column.heading for column in columns)]]
     rows += [[step.name, *(f"{column.number(step, estimates[0]):.2f}" for column in columns)] for step in estimates]
-    return [above, *rows] if any(above) else rows
+    return [groups, *rows] if any(groups) else rows
 
 
 def _activations(estimates: Sequence[Estimate]) -> list[list[str]]:

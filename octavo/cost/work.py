@@ -56,7 +56,7 @@ class LinearWork(NamedTuple):
     grad_input: bool  # whether backward needs it
     grad_weight: bool
     groups: int = 1  # how many matrices a layer of experts has, each of which multiplies some of the rows
-    reads: int = 0  # its input's number in the model, the same for layers that cast one tensor; 0: unknown
+    input_id: int = 0  # equal for layers that read one tensor; 0: unknown
 
     @property
     def products(self) -> tuple[bool, bool, bool]:
@@ -151,14 +151,14 @@ class Work(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """The origin of a tensor: after how many products one after the other, and whether a product itself made it."""
+    """The origin of a tensor: after how many products one after the other, and whether a compiled step has it too."""
 
     products: int
-    is_product: bool
+    is_in_memory: bool  # a product's result, a parameter, an argument; others may never leave a fused kernel
 
 
-_NO_OPERATION = _Origin(-1, True)  # parameters and arguments: as a product's result, they lie in memory
-_WRITTEN = -1  # in the place of a number of products
+_NO_OPERATION = _Origin(0, True)
+_Move = tuple[int | str, ...]  # (storage, "written"), or (storage, "read", after how many products)
 
 
 class _Counter(OperationCounter):
@@ -170,7 +170,7 @@ class _Counter(OperationCounter):
         self.products = self.formulas()
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
         self.origins: dict[int, _Origin] = {}  # by storage
-        self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read, or _WRITTEN)
+        self.moved: set[_Move] = set()
 
     def count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         read, written = _tensors((args, kwargs)), _tensors(result)
@@ -197,10 +197,10 @@ class _Counter(OperationCounter):
         size = 0
         for x in read:
             storage, origin = self.storage_of(x), self._origin(x)
-            if not (is_product or origin.is_product or origin.products < products):
+            if not (is_product or origin.is_in_memory or origin.products < products):
                 continue
-            moves = set() if origin.is_product else {(storage, _WRITTEN)}
-            moves |= set() if is_product else {(storage, products)}
+            moves: set[_Move] = set() if origin.is_in_memory else {(storage, "written")}
+            moves |= set() if is_product else {(storage, "read", products)}
             size += x.nbytes * len(moves - self.moved)
             self.moved |= moves
         return size
@@ -300,7 +300,7 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
 
 
 def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
-    """Return a model's layers with ``more`` blocks like the one of number REPEATED; the numbers of inputs go on.
+    """Return a model's layers with ``more`` blocks like the one of number REPEATED; inputs' ids go on.
 
     Raises ValueError if the last two blocks' layers do not run one block after the other.
     """
@@ -312,13 +312,13 @@ def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -
     end = begin + len(before_last + last)
     if list(linears[begin:end]) != before_last + last:
         raise ValueError("layers of two blocks run in turn")
-    steps = [after.reads - before.reads for before, after in zip(before_last, last, strict=True)]  # of these numbers
+    steps = [after.input_id - before.input_id for before, after in zip(before_last, last, strict=True)]
     repeated = [
-        each._replace(name=_in_block(each.name, blocks, REPEATED + i), reads=each.reads + i * step)
+        each._replace(name=_in_block(each.name, blocks, REPEATED + i), input_id=each.input_id + i * step)
         for i in range(more + 2)
         for each, step in zip(before_last, steps, strict=True)
     ]
-    after_blocks = [each._replace(reads=each.reads + more * max(steps)) for each in linears[end:]]
+    after_blocks = [each._replace(input_id=each.input_id + more * max(steps)) for each in linears[end:]]
     return (*linears[:begin], *repeated, *after_blocks)
 
 
@@ -396,13 +396,13 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         x = inputs[0]
         weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
         tokens = x.numel() // columns
-        reads = numbers.setdefault((id(x), x._version), len(numbers) + 1)
+        input_id = numbers.setdefault((id(x), x._version), len(numbers) + 1)
         live_inputs.append(x)
         if name in works_by_name:  # called more than once: the rows of its products add up
             tokens = tokens + works_by_name[name].tokens
-            reads = 0
+            input_id = 0
         needs = x.requires_grad, weight.requires_grad
-        works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reads)
+        works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, input_id)
 
     for name, module in twin.named_modules():
         module.register_forward_hook(functools.partial(note, name), with_kwargs=True)

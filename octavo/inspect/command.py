@@ -304,8 +304,8 @@ def _rules_beside_own(what_if: WhatIf) -> str:
     """Return a table of what a file's rules, the model's own and high precision cost and change."""
     rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({what_if.rates.device})"]]
     for name, recipe in {"high precision": recipes.high_precision(), **what_if.recipes}.items():
-        whole = what_if.whole.get(name)
-        predicted, loss, lost = (whole.predicted, whole.loss, 1 - whole.cosine) if whole else (0.0, 0.0, 0.0)
+        effect = what_if.whole.get(name)
+        predicted, loss, lost = (effect.predicted, effect.loss, 1 - effect.cosine) if effect else (0.0, 0.0, 0.0)
         ms = f"{1e3 * what_if.seconds(recipe):.3f}"
         rows.append([name, f"{100 * predicted:.4f} %", f"{100 * loss:+.4f} %", f"{lost:.2e}", ms])
     return columns(rows)

@@ -242,7 +242,7 @@ def _numbers(record: Record) -> Iterator[_Number]:
     for place, parameter in enumerate(record.parameters):
         changes = record.of_parameters["change"][:, place]
         yield _Number("backward", f"the gradient of {parameter} for the first batch", changes, FAINT, only_rises=True)
-    sizes = {at: record.measures["rms"][:, place] for at, place in record.places.items() if at[1] in ROLE_FAMILIES}
+    sizes = {key: record.measures["rms"][:, row] for key, row in record.places.items() if key[1] in ROLE_FAMILIES}
     for (layer, role), size in sizes.items():
         family, what = ROLE_FAMILIES[role]
         yield _Number(family, f"the size of {layer}'s {what}", size)

@@ -142,8 +142,8 @@ class FaultTrace:
         # number roles, or experts of a role, from 1 on
         self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]
         numbers = [begin + 1 + first_here(module) for begin, module in zip(self._begins, roles, strict=False)]
-        places = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
-        notes = zip(places, self._statistics, itertools.cycle(self._first), strict=False)
+        on_device = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
+        notes = zip(on_device, self._statistics, itertools.cycle(self._first), strict=False)
         for _, module in self._layers:
             observe(module, notes=(next(notes), next(notes)))
         self._weights = self._faulty_weight()
@@ -223,20 +223,20 @@ class FaultTrace:
                     self.fault = self._fault_of(step, role, faulty[0], int(rows[faulty[0]][at]), collective)
                     return
 
-    def _fault_of(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
-        """Return the Fault of a signal; ``collective``: its statistics are over all ranks."""
+    def _fault_of(self, step: int, role: str, rank: int, number: int, collective: bool) -> Fault:
+        """Return the Fault of a signal, the role's number; ``collective``: its statistics are over all ranks."""
         history = self._ring[[at % len(self._ring) for at, *_ in self._read]]
         if collective:
             history = torch.cat([self._ranks.sum(history[..., :2]), self._ranks.largest(history[..., 2:])], -1)
         history = history.cpu()
         share = expert = None
         if role == "weight":
-            at = place - 1
+            at = number - 1
             expert = self._faulty_expert(self._layers[at][1], collective)
         elif role in ROLES:
-            row = bisect.bisect_left(self._begins, place) - 1
+            row = bisect.bisect_left(self._begins, number) - 1
             at = row // len(WATCHED)
-            expert = place - 1 - self._begins[row] if sizes_of(self._layers[at][1])[0] else None
+            expert = number - 1 - self._begins[row] if sizes_of(self._layers[at][1])[0] else None
             faulty, rows = history[-1, row, :2].tolist()
             share = faulty / rows if rows else None
         else:

@@ -28,7 +28,7 @@ SLACK = 8.0  # decibels less are enough for gradients, whose errors average out
 OUTLIERS = 0.03  # a share of a tensor's numbers: at most so many can be outliers
 GAP = 4.0  # octaves between the amax and all other numbers, from which on those above are outliers
 SUBNORMAL = 0.25  # a share of the numbers: with more of them below the smallest normal number outliers are a finding
-ALONE = 2.9  # a severity: at most this has what is too large in a single record, and over: less than a warning
+MOST_OF_ONE_RECORD = 2.9  # highest severity of clipping in a single record: just below a warning
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,11 +86,11 @@ def diagnose(record: Record) -> list[Finding]:
         []
     """
     record = _without_skips(record)
-    worst = record.of_worst
-    excess = _excess(record.rows, worst.measures)
+    of_worst_experts = record.of_worst
+    excess = _excess(record.rows, of_worst_experts.measures)
     findings = rules.apply_rules(record)
-    for place in range(len(record.rows)):
-        findings += _DiagnosedCast(worst, excess, place).findings()
+    for index in range(len(record.rows)):
+        findings += _DiagnosedCast(of_worst_experts, excess, index).findings()
     return incidents(record, checked(record, findings))
 
 
@@ -106,21 +106,21 @@ def _without_skips(record: Record) -> Record:
 class _DiagnosedCast:
     """A row of a record, whose cast is diagnosed."""
 
-    def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
+    def __init__(self, record: Record, excess: Mapping[str, Any], index: int) -> None:
         self.record = record
-        self.place, self.row = place, record.rows[place]
-        self.values = {name: values[:, place] for name, values in record.measures.items()}
+        self.index, self.row = index, record.rows[index]
+        self.values = {name: values[:, index] for name, values in record.measures.items()}
         self.cast = self.row.cast
         self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each record
         shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
-        self.excess = {kind: np.where(shown[kind], over[:, place], np.nan) for kind, over in excess.items()}
+        self.excess = {kind: np.where(shown[kind], over[:, index], np.nan) for kind, over in excess.items()}
 
     def findings(self) -> list[Finding]:
         """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
         large = self._finding("stale") or self._finding("clipped")
         flushed = self._finding("flushed")
         if large is not None and large.worst != self.record.steps[-1] and self._is_over(large.kind).sum() == 1:
-            large = replace(large, severity=min(large.severity, ALONE))
+            large = replace(large, severity=min(large.severity, MOST_OF_ONE_RECORD))
         findings = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
             findings.append(self._finding("rounded"))
@@ -132,7 +132,7 @@ class _DiagnosedCast:
         shares = {name: percent(finding.numbers[name]) for name in ("nonfinite", "clipped", "flushed")}
         problem = kind.says.format(role=finding.role, sqnr=f"{finding.numbers['sqnr']:.0f}", **shares)
         sentence = f"{finding.layer or 'The layer'} {problem} since step {finding.begins}: {self._advice(finding)}"
-        lost = finding.numbers.get(kind.lost, 0.0) if finding.severity > ALONE else 0.0
+        lost = finding.numbers.get(kind.lost, 0.0) if finding.severity > MOST_OF_ONE_RECORD else 0.0
         return replace(finding, level=level_of(finding.severity, lost), sentence=sentence)
 
     def _advice(self, finding: Finding) -> str:
@@ -159,45 +159,45 @@ class _DiagnosedCast:
         if not (over := self._is_over(kind)).any():
             return None
         value = float(np.where(over, self.excess[kind], 0).max())
-        begins, worst = worst_stretch(over, self.excess[kind])
+        begins, at = worst_stretch(over, self.excess[kind])
         lasts = over[begins : begins + 3].sum() == 3
-        if kind == "flushed" and self.cast.is_delayed and worst == begins and lasts:
-            worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # a single outlier is over by then
-        finding = self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
+        if kind == "flushed" and self.cast.is_delayed and at == begins and lasts:
+            at += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # a single outlier is over by then
+        finding = self._finding_at(kind, begins, at, severity_of(kind, float(_severity(kind, value))))
         if kind == "stale" and finding.role == "input" and lasts:  # it outgrows its scale again and again
             return replace(finding, severity=max(finding.severity, OF_WARNING))
         return finding
 
-    def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
-        """Return the finding of a measure over its limit: the records where that begins and is worst, and a remedy."""
-        numbers = {name: float(values[worst]) for name, values in self.values.items()}
+    def _finding_at(self, kind: str, begins: int, at: int, severity: float) -> Finding:
+        """Return the finding, with a remedy, of a measure over its limit from record ``begins`` on, worst in ``at``."""
+        numbers = {name: float(values[at]) for name, values in self.values.items()}
         row = self.row
         experts = self.record.experts
         if kind == "stale":  # as severe as what the scale clips
             severity = max(min(severity, 2.0), severity_of("clipped", numbers["clipped"] / LIMITS["clipped"]))
         where = row.layer, row.role, row.products, str(self.cast)
-        steps = self.record.steps[begins], self.record.steps[worst]
+        steps = self.record.steps[begins], self.record.steps[at]
         finding = Finding(kind, *where, *steps, numbers, cause="", remedy="", expected="", severity=severity)
         mend = {"nonfinite": self._nonfinite, "rounded": self._rounded, "stale": self._stale, "clipped": self._stale}
-        finding = mend.get(kind, self._small)(finding, worst)
+        finding = mend.get(kind, self._small)(finding, at)
         if experts is None or not row.experts:
             return finding
-        expert, beyond = (int(table[worst, self.place]) for table in (experts.worst, experts.beyond))
-        tokens = int(experts.tokens[row.layer][worst, expert])
+        expert, beyond = (int(table[at, self.index]) for table in (experts.worst_expert, experts.beyond))
+        tokens = int(experts.tokens[row.layer][at, expert])
         others = f", the worst of {beyond} beyond a limit" if beyond > 1 else ""
         cause = f"expert {expert} of {row.experts} ({tokens} tokens{others}): {finding.cause}"
         numbers = {**finding.numbers, "expert": expert, "tokens": tokens, "experts_beyond": beyond}
         return replace(finding, numbers=numbers, cause=cause)
 
-    def _nonfinite(self, finding: Finding, worst: int) -> Finding:
+    def _nonfinite(self, finding: Finding, at: int) -> Finding:
         """Return a finding of inf or NaN with its cause and a remedy."""
         cause = f"{percent(finding.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
         expected = "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate"
         return finding.mended(cause, without_fp8(self.row), expected)
 
-    def _stale(self, finding: Finding, worst: int) -> Finding:
+    def _stale(self, finding: Finding, at: int) -> Finding:
         """Return a finding of numbers that are too large for the scale, with its cause and a remedy."""
-        exponents = self._exponents(worst)
+        exponents = self._exponents(at)
         beyond = finding.numbers["assumed"] / 2.0**self.cast.margin
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
         cause = f"{room}, so {percent(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
@@ -205,30 +205,30 @@ class _DiagnosedCast:
             margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
             roomy = replace(self.cast, margin=min(margin, 64))
             flushed = exponents.below(roomy.format.smallest_subnormal / 2 * exponents.amax / roomy.format.max * 2)
-            if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, worst)):
+            if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, at)):
                 expected = f"room for the amax recorded; at most {percent(flushed)} flushed then"
                 return finding.mended(cause, rule, expected)
-            if rule := self._with(replace(self.cast, rule=Dynamic()), worst):
+            if rule := self._with(replace(self.cast, rule=Dynamic()), at):
                 return finding.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
         return finding.mended(cause, without_fp8(self.row), "nothing is clipped")
 
-    def _rounded(self, finding: Finding, worst: int) -> Finding:
+    def _rounded(self, finding: Finding, at: int) -> Finding:
         """Return a finding of numbers that are rounded too much, with its cause and a remedy."""
         has_digits = self.cast.format is E4M3 or self.row.role == "grad_output"
         why = "few codes hold most of the power" if has_digits else "E5M2 keeps a digit less, for gradients' range"
         cause = f"an SQNR of {finding.numbers['sqnr']:.1f} dB, where one of {self.row.role} needs about "
         cause += f"{_usual_sqnr(self.row)}: {why}"
         scale_inv = finding.numbers["scale_inv"] * self.cast.format.max / E4M3.max
-        flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
+        flushed = float(self._exponents(at).below(E4M3.smallest_subnormal / 2 * scale_inv))
         can_be_finer = self.cast.format is not E4M3 and flushed <= LIMITS["flushed"]
-        if can_be_finer and (rule := self._with(replace(self.cast, format=E4M3), worst)):
+        if can_be_finer and (rule := self._with(replace(self.cast, format=E4M3), at)):
             more = f"{FORMAT_SQNR['E4M3'] - FORMAT_SQNR['E5M2']:.0f} dB"
             return finding.mended(cause, rule, f"a digit more, about {more}; {percent(flushed)} flushed")
         return finding.mended(cause, without_fp8(self.row), "these are in high precision")
 
-    def _small(self, finding: Finding, worst: int) -> Finding:
+    def _small(self, finding: Finding, at: int) -> Finding:
         """Return a finding of numbers that are too small for the scale, with its cause and a remedy."""
-        exponents = self._exponents(worst)
+        exponents = self._exponents(at)
         scale_inv, flushed = finding.numbers["scale_inv"], finding.numbers["flushed"]
         subnormal = exponents.below(self.cast.format.smallest_normal * scale_inv)
         cause, kind = self._why_small(finding, exponents)
@@ -236,7 +236,7 @@ class _DiagnosedCast:
         least, limit = "smallest_normal", SUBNORMAL
         if flushed > LIMITS["flushed"]:
             least, limit = "smallest_subnormal", LIMITS["flushed"]
-        options = list(remedies(self.row, self._rows(worst), exponents, scale_inv, least))
+        options = list(remedies(self.row, self._rows(at), exponents, scale_inv, least))
         chosen = next(option for option in options if option.share <= limit)
         return replace(finding, kind=kind).mended(cause, chosen.rules, outcome(chosen, options, least))
 
@@ -263,13 +263,13 @@ class _DiagnosedCast:
         over = self.is_finite & (exponents.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if self.cast.is_packed or not over.any():  # a block of 16 keeps its outliers to itself
             return None
-        finding = self._at("outliers", *worst_stretch(over, subnormal), 0.0)
+        finding = self._finding_at("outliers", *worst_stretch(over, subnormal), 0.0)
         times = finding.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
         return replace(finding, severity=severity_of("outliers", times))
 
     def _exponents(self, at: int | slice) -> Exponents:
         """Return the histogram of the row's magnitudes in a record, or in each of several."""
-        return Exponents(self.record.exponents[at, self.place], np.nan_to_num(self.values["amax"][at]))
+        return Exponents(self.record.exponents[at, self.index], np.nan_to_num(self.values["amax"][at]))
 
     def _with(self, cast: Cast, at: int) -> dict[str, LayerRule] | None:
         """Return the rule that gives the row another cast in a record; None if no recipe can have it."""

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
-from octavo.inspect.weight_updates import MOVED, SQUARES
+from octavo.inspect.weight_updates import MOVED, MOVED_NAMES, SQUARES
 from octavo.kernels.arguments import Counted
 from octavo.reading import read_json
 
@@ -128,14 +128,14 @@ class OfExperts(NamedTuple):
     Attributes:
         measures, exponents: as a Record's, but a row of experts has those of its worst expert alone, whose
             measure exceeds its limit by the largest factor.
-        worst: [steps, rows], the worst expert's index; -1 in other rows.
+        worst_expert: [steps, rows], its index; -1 in other rows.
         beyond: [steps, rows], how many experts have a measure beyond its limit.
         tokens: {layer: [steps, experts]}, float64: tokens of each expert in a recorded step; nan where not counted.
     """
 
     measures: dict[str, Any]
     exponents: Any
-    worst: Any
+    worst_expert: Any
     beyond: Any
     tokens: dict[str, Any]
 
@@ -229,19 +229,19 @@ class Record:
     @property
     def places(self) -> dict[tuple[str, str], int]:
         """The first row of each role of a layer, by (layer, role)."""
-        return {(row.layer, row.role): place for place, row in reversed([*enumerate(self.rows)])}
+        return {(row.layer, row.role): at for at, row in reversed([*enumerate(self.rows)])}
 
-    def at(self, places: Sequence[int]) -> Record:
-        """Return a record of these of its records alone; its scalars and events stay."""
+    def at(self, indices: Sequence[int]) -> Record:
+        """Return the record with only the recorded steps at these indices; scalars and events stay."""
 
         def chosen(values: Any) -> Any:
             if isinstance(values, dict):
                 return {name: chosen(each) for name, each in values.items()}
-            return OfExperts(*map(chosen, values)) if isinstance(values, OfExperts) else values[places]
+            return OfExperts(*map(chosen, values)) if isinstance(values, OfExperts) else values[indices]
 
         names = "measures", "exponents", "weights", "experts", "of_others", "of_modules", "of_parameters"
         fields = {name: chosen(values) for name in names if (values := getattr(self, name)) is not None}
-        return replace(self, steps=[self.steps[place] for place in places], **fields)
+        return replace(self, steps=[self.steps[at] for at in indices], **fields)
 
     def loads(self) -> list[Load]:
         """Return each layer's load; layers of a fused module, which get the same tokens, share the first one's."""
@@ -316,7 +316,7 @@ class _RecordedCounts:
 
     def __init__(self, rows: list[Row], steps: int) -> None:
         self.rows, self.layers = rows, list(dict.fromkeys(row.layer for row in rows))
-        self.places = {row: place for place, row in enumerate(rows)}
+        self.index_of_row = {row: at for at, row in enumerate(rows)}
         shape = steps, len(rows)
         self.of_rows = {
             "sums": np.zeros((*shape, len(Counted.sums))),
@@ -325,19 +325,20 @@ class _RecordedCounts:
         }
         self.tokens = {row.layer: np.full((steps, row.experts), np.nan) for row in rows if row.experts}
         self.of_worst = {name: values.copy() for name, values in self.of_rows.items()} if self.tokens else self.of_rows
-        self.worst, self.beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
+        self.worst_expert, self.beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
         self.moved, self.twins = (np.zeros((steps, len(self.layers), count)) for count in (len(MOVED), 3))
         self.by_name = {names: dict[str, Any]() for names in _NAMES}
 
     def read(self, at: int, rows: Sequence[Row], arrays: Mapping[str, Any]) -> None:
         """Read the arrays of a recorded step that counts these rows."""
-        places, of_experts = [self.places[row] for row in rows], [self.places[row] for row in rows if row.experts]
+        counted = [self.index_of_row[row] for row in rows]
+        of_experts = [self.index_of_row[row] for row in rows if row.experts]
         for name, values in self.of_rows.items():
-            values[at, places] = self.of_worst[name][at, places] = arrays[name]
+            values[at, counted] = self.of_worst[name][at, counted] = arrays[name]
             if of_experts:
                 self.of_worst[name][at, of_experts] = arrays[f"worst_{name}"]
         if of_experts:
-            self.worst[at, of_experts], self.beyond[at, of_experts] = arrays["worst"].T
+            self.worst_expert[at, of_experts], self.beyond[at, of_experts] = arrays["worst"].T
             for layer, tokens in by_layer(rows, arrays["tokens"]).items():
                 self.tokens[layer][at] = tokens
         columns = [self.layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
@@ -350,10 +351,10 @@ class _RecordedCounts:
 
     def record(self, steps: list[int], scalars: Scalars, events: list[tuple[int, str, str]]) -> Record:
         """Return the record of these steps."""
-        counts, worst, experts = self.of_rows, self.of_worst, None
+        counts, of_worst, experts = self.of_rows, self.of_worst, None
         if self.tokens:
-            measures_of_worst = measures_of(self.rows, worst["sums"], worst["extremes"])
-            experts = OfExperts(measures_of_worst, worst["exponents"], self.worst, self.beyond, self.tokens)
+            measures = measures_of(self.rows, of_worst["sums"], of_worst["extremes"])
+            experts = OfExperts(measures, of_worst["exponents"], self.worst_expert, self.beyond, self.tokens)
         return Record(
             rows=self.rows,
             steps=steps,
@@ -436,9 +437,9 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 def weight_measures(moved: Any) -> dict[str, Any]:
     """Return MOVED's measures by name, from its columns [..., layers, 18]; nan where nothing was sampled."""
-    sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
+    sums, measures = dict(zip(MOVED_NAMES, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        for column, name, divisor in ((c, name, by) for c, divisors in MOVED.items() for name, by in divisors.items()):
+        for column, name, divisor in ((c.name, *measure) for c in MOVED for measure in c.measures.items()):
             least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
             ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)
             measures[name] = np.sqrt(ratio) if column in SQUARES else ratio

@@ -35,7 +35,7 @@ from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, 
 from octavo.inspect.weight_updates import (
     FROZEN,
     GROUP,
-    MOVED,
+    MOVED_NAMES,
     Updates,
     count_weights,
     optimizer_facts,
@@ -370,8 +370,8 @@ class Recorder:
 
     def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
         """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
-        moved = dict(zip(MOVED, moved_of_weights.T, strict=True))
-        if not self._updates.is_hooked or moved["seen"].any() or not moved["changed"].any():
+        moved = dict(zip(MOVED_NAMES, moved_of_weights.T, strict=True))
+        if not self._updates.is_hooked or moved["sampled_before_update"].any() or not moved["changed"].any():
             return
         self._updates.is_hooked = False
         missing = "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
@@ -391,8 +391,8 @@ def _by_name(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]
     tables = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
         rows_of_experts = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
-        worst = [row for _, row in rows_of_experts], counts["worst_sums"], counts["worst_extremes"].astype("float64")
-        tables.append(([name for name, _ in rows_of_experts], measures_of(*worst)))
+        experts = [row for _, row in rows_of_experts], counts["worst_sums"], counts["worst_extremes"].astype("float64")
+        tables.append(([name for name, _ in rows_of_experts], measures_of(*experts)))
         tokens = by_layer(rows, counts["tokens"])
         ends = {"least_tokens": min, "most_tokens": max}
         tables.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
@@ -429,14 +429,14 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
         return arrays
     row_of_line = [row for row in rows for _ in range(row.experts or 1)]
     severity = severities(measures_of(row_of_line, counts[:, : len(Counted.sums)], extremes), row_of_line)
-    worst = np.array([lines.start + severity[lines].argmax() for _, lines in rows_of_experts])
+    worst_lines = np.array([lines.start + severity[lines].argmax() for _, lines in rows_of_experts])
     beyond = [(severity[lines] > 1).sum() for _, lines in rows_of_experts]
-    arrays |= _counts("worst_", counts[worst], extremes[worst])
-    arrays["worst"] = np.stack([worst - [lines.start for _, lines in rows_of_experts], beyond], 1)
+    arrays |= _counts("worst_", counts[worst_lines], extremes[worst_lines])
+    arrays["worst"] = np.stack([worst_lines - [lines.start for _, lines in rows_of_experts], beyond], 1)
     candidates: dict[str, list[tuple[Any, ...]]] = {}
     for row, lines in rows_of_experts:  # tokens are counted from a row that was cast; if possible from grad_output's:
-        place = not counts[lines, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
-        candidates.setdefault(row.layer, []).append((*place, lines.start, counts[lines, 0] / row.features))
+        order = not counts[lines, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
+        candidates.setdefault(row.layer, []).append((*order, lines.start, counts[lines, 0] / row.features))
     tokens = [np.rint(min(counted, key=lambda each: each[:3])[-1]) for counted in candidates.values()]
     return arrays | {"tokens": np.concatenate(tokens).astype("int64")}
 

@@ -88,8 +88,8 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     number = f"{len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'}"
     lines = [f"{len(record.layers)} layers, {steps}, {number}", f"{verdict(record, findings)}."]
     lines += [f"From step {step}: {text}." for step, kind, text in record.events if kind == UNWATCHED]
-    for place, finding in enumerate(findings[:top], 1):
-        lines += ["", f"{place:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]
+    for index, finding in enumerate(findings[:top], 1):
+        lines += ["", f"{index:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]
         indented = [finding.cast, finding.cause, finding.remedy, finding.expected and f"  {finding.expected}"]
         indented += [f"so too: {_title(effect)}" for effect in finding.consequences[:EFFECTS_SHOWN]]
         if (more := len(finding.consequences) - EFFECTS_SHOWN) > 0:
@@ -124,7 +124,7 @@ def to_json(
 
     ``what_if``: the rows of a WhatIf of the model.
     """
-    starts, worst = _starts(len(record.steps), COLUMNS), record.of_worst
+    starts, of_worst_experts = _starts(len(record.steps), COLUMNS), record.of_worst
     content = {
         "records": len(record.steps),
         "last": record.steps[-1] if record.steps else None,
@@ -134,12 +134,12 @@ def to_json(
         "findings": [_finding(finding) for finding in findings],
         "limits": {**LIMITS, "twin": (DIFFERING_COSINE, BEYOND, IN_TURN), "sqnr": FORMAT_SQNR},
         "against": None if against is None else _against(findings, against),
-        "casts": [_casts(worst, layer, role, starts) for layer in record.layers for role in ROLES],
+        "casts": [_casts(of_worst_experts, layer, role, starts) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
         "twins": _twins(record, starts),
         "twin_apart": _twin_apart(record),
         "lowest": Counted.lowest,  # the exponent of a histogram's first bin
-        "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
+        "exponents": [_exponents(of_worst_experts, index, findings) for index in range(len(record.rows))],
         "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
         "scalars": _curves(record),
         "not_finite": _first_not_finite(record),
@@ -158,13 +158,13 @@ def _finding(finding: Finding) -> dict[str, Any]:
 def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
     """Return the page's data of another run: how findings differ, its curves, and each cast at its worst."""
     record, changed = other.record, changes(findings, other.findings)
-    worst, first = record.of_worst, _starts(len(record.steps), 1)
+    of_worst_experts, first = record.of_worst, _starts(len(record.steps), 1)
     return {
         "name": other.name,
         "compared": _compared(changed),
         "states": [state for state, _ in changed[: len(findings)]],
         "gone": [_finding(finding) for _, finding in changed[len(findings) :]],
-        "casts": [_casts(worst, layer, role, first) for layer in record.layers for role in ROLES],
+        "casts": [_casts(of_worst_experts, layer, role, first) for layer in record.layers for role in ROLES],
         "scalars": _curves(record),
         "not_finite": _first_not_finite(record),
     }
@@ -253,17 +253,17 @@ def _twin_apart(record: Record) -> dict[str, float] | None:
     return max(apart, key=lambda each: each["share"], default=None)
 
 
-def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:
+def _exponents(record: Record, index: int, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return a row's histogram in its worst step (or else the last), in thousandths, and the windows of formats."""
-    row = record.rows[place]
-    counted = np.flatnonzero(record.measures["amax"][:, place] > 0)
+    row = record.rows[index]
+    counted = np.flatnonzero(record.measures["amax"][:, index] > 0)
     where = row.layer, row.role, row.products
     worst = [record.steps.index(finding.worst) for finding in _with_effects(findings) if finding.where == where]
     at = [*worst, *counted[::-1].tolist(), 0][0]
     share, windows = np.zeros(record.exponents.shape[-1]), []
     if len(counted):
-        share = 1000 * record.exponents[at, place] / max(1.0, float(record.exponents[at, place].sum()))
-        scale_inv, amax = (float(record.measures[name][at, place]) for name in ("scale_inv", "amax"))
+        share = 1000 * record.exponents[at, index] / max(1.0, float(record.exponents[at, index].sum()))
+        scale_inv, amax = (float(record.measures[name][at, index]) for name in ("scale_inv", "amax"))
         format = row.cast.format
         other = E5M2 if format is E4M3 else E4M3
         windows = [_window(format, scale_inv, " in use"), _window(other, amax / other.max, " of the amax")]
@@ -285,15 +285,15 @@ def _curves(record: Record) -> dict[str, list[dict[str, float]]]:
     curves = {}
     for name, (steps, values) in record.scalars.items():
         if GROUP not in name or len(steps) > 1:
-            worst = _worst(values, starts := _starts(len(steps), POINTS))
-            curves[name] = [{"step": steps[at], "value": value} for at, value in zip(starts, worst, strict=True)]
+            largest = _worst(values, starts := _starts(len(steps), POINTS))
+            curves[name] = [{"step": steps[at], "value": value} for at, value in zip(starts, largest, strict=True)]
     return curves
 
 
 def _first_not_finite(record: Record) -> dict[str, int]:
     """Return the first step in which each number was inf or NaN, by its name, of those that ever were."""
     faulty = {name: np.flatnonzero(~np.isfinite(values)) for name, (_, values) in record.scalars.items()}
-    return {name: record.scalars[name][0][places[0]] for name, places in faulty.items() if len(places)}
+    return {name: record.scalars[name][0][indices[0]] for name, indices in faulty.items() if len(indices)}
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,7 @@ def observe(module: RecipeModule, **fields: Any) -> None:
 
 def require_whole(name: str, number: Any, least: int) -> None:
     """Raise ValueError unless an argument is a whole number of at least ``least``."""
-    if not hasattr(number, "__index__") or number < least:
+    if isinstance(number, bool) or not hasattr(number, "__index__") or number < least:
         raise ValueError(f"{name}={number!r}: needs a whole number, at least {least}")
 
 
@@ -102,10 +102,10 @@ class Table:
         self.sums = torch.zeros(sum(lines), len(Counted.sums) + Counted.exponents, dtype=torch.float64, device=device)
         self.extremes = torch.zeros(sum(lines), len(Counted.extremes), device=device, dtype=torch.float32)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
-        places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
+        counters = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.layers: list[RecordedLayer] = []
         for _, module, roles in planned:
-            pairs: Any = [tuple(next(places) if cast else None for cast in casts) for casts in roles.values()]
+            pairs: Any = [tuple(next(counters) if cast else None for cast in casts) for casts in roles.values()]
             self.layers.append((module, LayerCounts(module.recipe, pairs, first_here(module), set())))
         self._is_attached = False
 

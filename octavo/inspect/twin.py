@@ -8,10 +8,10 @@ change of the outputs times their gradients.
 
 That gives a step's gradients only if all that reaches the weights goes through the model's outputs, and nothing changes
 a gradient before the update. So the first recorded step runs once more in FP8 too: if that gives far other gradients
-than the step had, there is no twin. So do all recorded steps after one where a layer's gradient differed from the
-twin's, as numbers arrive later, and all where the first one's loss was not that run's, as of weights that are moved for
-the forward alone. Then that run is compared with the twin: an error of FP8 is in it, a change after backward, or of
-weights, is not.
+than the step had, there is no twin. Later recorded steps run once more in FP8 too, once either has happened: a layer's
+gradient differed from its twin's, which the host learns some steps later; or a step's loss was not that of its FP8
+re-run, as when weights are moved for the forward alone. Then that run is compared with the twin: an error of FP8 is in
+it, a change after backward, or of weights, is not.
 
 Before that a part of the first recorded batch runs again, in high precision too (first_batch.py). So in each recorded
 step modules compute the same batch, and where one computes something else of the same input than in the step before,
@@ -53,8 +53,8 @@ from octavo.weights.operands import weight_of
 
 TWIN_LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
 OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
-LEFT = "left_gradient"  # the same: Comparison.left
-CONTROL = "twin_control"  # the same: Comparison.control
+LEFT = "left_gradient"  # the same: Comparison.share_left
+CONTROL = "twin_control"  # the same: Comparison.lowest_cosine
 SLOPE = "twin_slope"  # the same: Comparison.slope
 NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 
@@ -126,9 +126,9 @@ class Comparison(NamedTuple):
         reproduced: in the first recorded step of these layers the cosine of all gradients with those of a run in FP8.
             Where it is below CONTROL_COSINE the numbers above are nan, in later steps too; where a layer's is, those
             of the layer.
-        control: in later steps that run once more in FP8 the lowest such cosine of a layer.
-        left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
-            norm of all weights' gradients after the last.
+        lowest_cosine: in later steps that run once more in FP8 the lowest such cosine of a layer.
+        share_left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over
+            the norm of all weights' gradients after the last.
         moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
         slope: of the twin's first forward, see slope.py.
         outputs: by how far modules' outputs of the first recorded batch moved since the last recorded step.
@@ -140,15 +140,15 @@ class Comparison(NamedTuple):
     loss: Tensor
     has_scale: bool
     reproduced: Tensor | None
-    control: Tensor | None
-    left: Tensor
+    lowest_cosine: Tensor | None
+    share_left: Tensor
     moved: Tensor
     slope: Tensor
     outputs: OutputChanges | None
 
     def scalars(self, loss: float | Tensor | None, loss_scale: float | Tensor | None) -> dict[str, Tensor | None]:
         """Return the record's scalars by name; ``loss``, ``loss_scale``: of the step."""
-        scalars = {CONTROL: self.control, LEFT: self.left, SLOPE: self.slope}
+        scalars = {CONTROL: self.lowest_cosine, LEFT: self.share_left, SLOPE: self.slope}
         if self.others is not None:
             product, of_step, of_twin = self.others
             scalars[OTHERS] = torch.where(of_step == 0, 0.0, product / (of_step * of_twin).sqrt())
@@ -227,13 +227,13 @@ class Twin:
         self._comparison: Comparison | None = None
         self._notes, self._ranks = StepNotes(model, self._note_left, self._or_reason), ranks
         self._model = self._notes.model
-        # ``_differs``: whether later steps need a control, as a Comparison says that arrived
-        self._sums, self._differs = RankSums(self._model, ranks), False
+        # ``_needs_controls``: whether later steps need a control, as a Comparison says that arrived
+        self._sums, self._needs_controls = RankSums(self._model, ranks), False
         self._first_cosines: Tensor | None = None  # of the gradients of these modules' first step and its control's
         self._modules: list[nn.Module] = []  # of the layers of the last recorded step
         self._layers: Sequence[RecordedLayer] = ()
         self._left: Tensor | None = None  # squares of norms of gradients from before the first backward, [layers + 1]
-        self._first: FirstBatch | None = None
+        self._first_batch: FirstBatch | None = None
         self._folder, self._resumes = folder, resumes
         self._optimizer = torch_optimizer(optimizer)
         self.reason, self._hooks = NO_OPTIMIZER, list[Any]()
@@ -246,7 +246,7 @@ class Twin:
         self.end()
         if not self.reason:
             last_modules, self._modules = self._modules, [module for module, _ in layers]
-            if self._modules != last_modules:  # what is known by a layer's place
+            if self._modules != last_modules:  # what is known by a layer's index
                 self._first_cosines, self._sums = None, RankSums(self._model, self._ranks)
             self._layers = layers
             self._notes.begin()
@@ -262,7 +262,7 @@ class Twin:
 
         ``products``, ``moved``: a Comparison's, on the CPU.
         """
-        self._differs |= bool((cosines_of(products) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
+        self._needs_controls |= bool((cosines_of(products) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
 
     def end(self) -> None:
         """Note no more forwards, and forget those that were noted."""
@@ -335,14 +335,14 @@ class Twin:
         squares_left = torch.zeros_like(of_step.products.norm_squares) if left is None else self._ranks.sum(left)
 
         is_first = self._first_cosines is None
-        needs_control = self._ranks.any(is_first or self._differs)
+        needs_control = self._ranks.any(is_first or self._needs_controls)
         if (fp8 := self._run_control(calls, weights, layers, twin) if needs_control else of_step) is None:
             return None
-        of_first = self._first_cosines = fp8.cosines if self._first_cosines is None else self._first_cosines
-        lowest = fp8.cosines.masked_fill(of_first < REPRODUCED_COSINE, 1.0).min()
+        first_cosines = self._first_cosines = fp8.cosines if self._first_cosines is None else self._first_cosines
+        lowest = fp8.cosines.masked_fill(first_cosines < REPRODUCED_COSINE, 1.0).min()
 
         # nan where the first recorded step's gradients were not its control's, as what is compared is unknown then
-        is_unlike = of_first < CONTROL_COSINE
+        is_unlike = first_cosines < CONTROL_COSINE
         known = fp8.products.masked(squares_left != 0, 0.0).masked(is_unlike[:-1] | is_unlike[-1], math.nan)
         change, loss = (self._ranks.mean(x).masked_fill(is_unlike[-1], math.nan) for x in (fp8.loss_change, twin.loss))
         change_along, predicted = self._ranks.sum(twin.slope)
@@ -352,9 +352,9 @@ class Twin:
             loss_change=change,
             loss=loss,
             has_scale=any(call.forward.is_float16 for call in calls) or _has_scale(trained),
-            reproduced=of_first[-1] if is_first else None,
-            control=lowest if needs_control and not is_first else None,
-            left=self._share_left(squares_left, of_step.products, layers),
+            reproduced=first_cosines[-1] if is_first else None,
+            lowest_cosine=lowest if needs_control and not is_first else None,
+            share_left=self._share_left(squares_left, of_step.products, layers),
             moved=fp8.moved,
             slope=change_along / predicted,
             outputs=twin.outputs,
@@ -384,11 +384,11 @@ class Twin:
         return WRITTEN_WEIGHTS if calls[0].weights_written_since(self._model) else self.reason
 
     def _share_left(self, squares: Tensor, products: Products, layers: Sequence[RecordedLayer]) -> Tensor:
-        """Return Comparison.left, of the squares of the norms of gradients from before the step's first backward."""
+        """Return Comparison.share_left, by the squares of gradients' norms before the step's first backward."""
         assert self._optimizer is not None
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        places = [place for place, (module, _) in enumerate(layers) if id(weight_of(module)) in trained]
-        left_of_trained = sum((squares[place] for place in places), torch.zeros_like(squares[0]))
+        trained_layers = [at for at, (module, _) in enumerate(layers) if id(weight_of(module)) in trained]
+        left_of_trained = sum((squares[at] for at in trained_layers), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products.norm_squares.sum()).sqrt())
 
     def _has_reason(self) -> bool:
@@ -415,9 +415,9 @@ class Twin:
 
     def _run_first_batch(self, forward: Forward) -> OutputChanges | None:
         """Run the first recorded batch in a forward's modes; return how far outputs moved since the last run."""
-        if self._first is None or not self._first.outputs.is_of(self._model):
-            self._first = FirstBatch(self._model, forward, self._ranks, self._folder, self._resumes)
-        return self._first.run(forward.modes)
+        if self._first_batch is None or not self._first_batch.outputs.is_of(self._model):
+            self._first_batch = FirstBatch(self._model, forward, self._ranks, self._folder, self._resumes)
+        return self._first_batch.run(forward.modes)
 
     def _call_again(self, call: Call, has_slope: bool = False) -> tuple[Tensor, Tensor]:
         """Run a forward and its backward again; return two tensors, float64 [2].

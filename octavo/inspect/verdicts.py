@@ -225,20 +225,20 @@ class _Judge:
         factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", USUAL_LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
 
-    def difference(self, worst: Finding | None) -> _Difference | None:
+    def difference(self, finding: Finding | None) -> _Difference | None:
         """Return where FP8 differs first and lastingly, or else at the step of a cast's worst finding alone."""
-        return self.first_lasting(worst) or self.at_the_cast(worst)
+        return self.first_lasting(finding) or self.at_the_cast(finding)
 
-    def first_lasting(self, worst: Finding | None) -> _Difference | None:
+    def first_lasting(self, finding: Finding | None) -> _Difference | None:
         """Return where FP8 differs first, in most of some steps in turn; by twice as much beside another fault."""
         # another fault disturbs scales for some steps: "weight x 10,000"
-        has_other_fault = worst is not None and not worst.products
+        has_other_fault = finding is not None and not finding.products
         return _first_beyond(self.twins.distances / (LIMIT_FACTOR_IF_OTHER_FAULT if has_other_fault else 1.0))
 
-    def at_the_cast(self, worst: Finding | None) -> _Difference | None:
+    def at_the_cast(self, finding: Finding | None) -> _Difference | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
         # FP8 differs where the cast is worst, and in too few steps in turn: "outlier channel"
-        for step in (worst.begins, worst.worst) if worst is not None and worst.products else ():
+        for step in (finding.begins, finding.worst) if finding is not None and finding.products else ():
             at = self.twins.steps.index(step) if step in self.twins.steps else None
             if at is not None and len(columns := np.flatnonzero(self.twins.distances[at] > 1)):
                 return _Difference(at, _layer_of(int(columns[0])))
@@ -307,16 +307,16 @@ def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
     It is one of the worst finding's steps, if any of these was compared.
     """
     begins = 0 if worst is None else worst.begins
-    places = [at for at, step in enumerate(twins.steps) if step >= begins] or [len(twins.steps) - 1]
-    distances = np.nan_to_num(abs(twins.distances[places, 0]), nan=math.inf)  # of the loss
-    at = places[int(distances.argsort(kind="stable")[(len(places) - 1) // 2])]
+    candidates = [at for at, step in enumerate(twins.steps) if step >= begins] or [len(twins.steps) - 1]
+    distances = np.nan_to_num(abs(twins.distances[candidates, 0]), nan=math.inf)  # of the loss
+    at = candidates[int(distances.argsort(kind="stable")[(len(candidates) - 1) // 2])]
     parts = []
     if math.isfinite(twins.twin_losses[at]):
         parts.append(f"loss ({twins.twin_losses[at]:.4g}, in FP8 {twins.losses[at]:.4g})")
     if len(cosines := twins.cosines[at][np.isfinite(twins.cosines[at])]):
         parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
     sentence = f"{' and '.join(parts)} at step {twins.steps[at]}"
-    if single := [twins.steps[place] for place in np.flatnonzero((twins.distances > 1).any(axis=1))]:
+    if single := [twins.steps[each] for each in np.flatnonzero((twins.distances > 1).any(axis=1))]:
         more = " and others" if len(single) > LISTED else ""
         sentence += f", but for {', '.join(map(str, single[:LISTED]))}{more}"
     return f"{sentence}; later steps were not compared" if twins.steps[at] < begins else sentence
@@ -340,11 +340,11 @@ def _first_beyond(distances: Any) -> _Difference | None:
 
 
 def _factor_of_loss(record: Record) -> Any:
-    """Return how many times as large as the least earlier ones the last layer's gradients are by record: at least 1."""
+    """Return by record how many times the last layer's gradients exceed their smallest earlier median; at least 1."""
     where = record.layers[-1] if record.layers else "", "grad_output"
-    if (place := record.places.get(where)) is None:
+    if (row := record.places.get(where)) is None:
         return np.ones(len(record.steps))
-    sizes = record.measures["rms"][:, place] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
+    sizes = record.measures["rms"][:, row] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
         return np.fmax(1.0, sizes / np.fmin.accumulate(earlier(sizes)))
@@ -361,5 +361,5 @@ def first_departures(record: Record) -> str:
     nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' if len(record.steps) != 1 else ''}"
     if not (first := departures(record)):
         return nothing
-    names = "; ".join(f"{each}{'' if place else f' at step {each.step}'}" for place, each in enumerate(first[:LISTED]))
+    names = "; ".join(f"{each}{'' if index else f' at step {each.step}'}" for index, each in enumerate(first[:LISTED]))
     return f"{nothing}. What changed first: {names}"

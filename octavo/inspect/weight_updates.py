@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,28 +23,46 @@ from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-# The columns of a record's "moved", [weights, 18], in this order: counts and sums of sampled elements. A column's value
-# maps the names of its measures to their divisors, columns too: a measure is column / divisor, or the square root of
-# that for the columns in SQUARES.
-MOVED: dict[str, dict[str, str]] = {
-    # how many are sampled of the weight, of each moment in codes, and of a master that was there before the step
-    **{counted: {} for counted in ("elements", "moments", "masters")},
-    "update": {"update": "elements", "resolution": "grid"},  # square of what the optimizer's step changes
-    "grid": {},  # square of the distance between numbers of the weight's dtype
-    "changed": {"changed": "elements"},  # how many the step changes
-    "first_flushed": {"first_flushed": "moments"},  # how many first moments are 0 while the second is not
-    "second_flushed": {"second_flushed": "moments"},  # the same of second moments
-    "master_update": {"master_update": "masters", "master_resolution": "grid"},  # as above, of the master
-    "master_changed": {"master_changed": "masters"},
-    "between": {"between": "elements"},  # square of the change between the last recorded step's update and this step
-    # how many are sampled of the gradient, of a second moment that is a plain tensor, and before the optimizer's step
-    **{counted: {} for counted in ("gradients", "seconds", "seen")},
-    "weight": {"size": "elements"},  # square of the weight after the step
-    "gradient": {"gradient": "gradients"},  # square of what the optimizer gets; its measure is inf if one is inf or NaN
-    "outside": {"outside": "seen"},  # square of the change in the step before the optimizer's: by something else
-    "second": {"second_moment": "seconds"},  # a second moment that is a plain tensor
-}
-SQUARES = "update", "grid", "master_update", "between", "weight", "gradient", "outside"  # columns: sums of squares
+
+class MovedColumn(NamedTuple):
+    """A column of a record's "moved": a count or a sum of a weight's sampled elements.
+
+    Attributes:
+        name: in code alone; a record's files have columns without names.
+        meaning: what is counted or summed.
+        measures: {a measure that a record has of it: its divisor, a column too}. A measure is column / divisor, or the
+            square root of that for the columns in SQUARES.
+    """
+
+    name: str
+    meaning: str
+    measures: Mapping[str, str] = MappingProxyType({})
+
+
+MOVED = (  # a record's "moved" is [weights, 18], in this order
+    MovedColumn("elements", "how many are sampled of the weight"),
+    MovedColumn("moments", "how many are sampled of each moment in codes"),
+    MovedColumn("masters", "how many are sampled of a master that was there before the step"),
+    MovedColumn("update", "squares of what the optimizer's step changes", {"update": "elements", "resolution": "grid"}),
+    MovedColumn("grid", "squares of the distances between numbers of the weight's dtype"),
+    MovedColumn("changed", "how many the step changes", {"changed": "elements"}),
+    MovedColumn("first_flushed", "how many first moments are 0 while the second is not", {"first_flushed": "moments"}),
+    MovedColumn("second_flushed", "the same of second moments", {"second_flushed": "moments"}),
+    MovedColumn("master_update", "as update", {"master_update": "masters", "master_resolution": "grid"}),
+    MovedColumn("master_changed", "as changed", {"master_changed": "masters"}),
+    MovedColumn("changed_between_records", "squares of change since the last record's update", {"between": "elements"}),
+    MovedColumn("gradients", "how many are sampled of the gradient"),
+    MovedColumn("plain_second_moments", "how many are sampled of a second moment that is a plain tensor"),
+    MovedColumn("sampled_before_update", "how many are sampled before the optimizer's step"),
+    MovedColumn("weight", "squares of the weight after the step", {"size": "elements"}),
+    MovedColumn("gradient", "squares of what the optimizer gets", {"gradient": "gradients"}),  # inf if not finite
+    MovedColumn("changed_by_others", "squares of changes before the update", {"outside": "sampled_before_update"}),
+    MovedColumn("second_moment_sum", "sum of such second moments", {"second_moment": "plain_second_moments"}),
+)
+MOVED_NAMES = tuple(column.name for column in MOVED)
+# columns that are sums of squares, and those that are numbers of sampled elements
+SQUARES = "update", "grid", "master_update", "changed_between_records", "weight", "gradient", "changed_by_others"
+COUNTS = "elements", "moments", "masters", "gradients", "plain_second_moments", "sampled_before_update"
 SAMPLED = 1024  # at most so many elements of a weight are read
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
 FROZEN = "frozen"  # the kind of an event: parameters, "a.weight, b.weight", that no longer require a gradient
@@ -54,7 +73,7 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
     layers = [each for each in layers if isinstance(each[0], RecipeModule)]  # octavo.restore makes others torch's
     shared = _shared_scales(layers, ranks)
-    for place, (module, layer) in enumerate(layers):
+    for at, (module, layer) in enumerate(layers):
         weight = weight_of(module)
         if weight is None or weight.ndim < 2 or module.recipe is not layer.recipe:  # FSDP1's part has ndim 1
             continue
@@ -67,7 +86,7 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
             pair = local.granularity.tile, (local.qdata.flatten(0, -2), local.scale_inv.flatten(0, -2))
         scale = module.delayed_scale if module.recipe.delayed else None
         experts = slice(first := first_expert(weight), first + len(local)) if weight.ndim == 3 else None
-        layer.count_weight(matrices, pair, module.stores_transposed, scale, shared.get(place), experts)
+        layer.count_weight(matrices, pair, module.stores_transposed, scale, shared.get(at), experts)
 
 
 def first_expert(weight: Tensor) -> int:
@@ -76,16 +95,16 @@ def first_expert(weight: Tensor) -> int:
 
 
 def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, Tensor]:
-    """Return {place: scale} of per-tensor casts of sharded weights, from the amax of all ranks' rows."""
+    """Return {index of a layer: scale} of per-tensor casts of sharded weights, from the amax of all ranks' rows."""
     shards: dict[int, tuple[Tensor, Cast]] = {}
-    for place, (module, _) in enumerate(layers):
+    for at, (module, _) in enumerate(layers):
         weight = weight_of(module)
         cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == PerTensor().tile), None)
         if weight is None or cast is None or weight.ndim == 3 or module.recipe.delayed:
             continue
         shard = on_this_rank(weight)
         if shard is not weight and not isinstance(shard, StoredWeight):
-            shards[place] = shard.detach(), cast
+            shards[at] = shard.detach(), cast
     if not shards:
         return {}
     return dict(zip(shards, LayerCounts.shared_scales([*shards.values()], ranks.largest), strict=True))
@@ -263,13 +282,13 @@ class Updates:
             compares = now.master is not None and now.master == then  # not in the first step, which creates the master
             sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
         counts = _on_device(tuple(sizes), update.device).unbind(1)
-        sums |= zip(("elements", "moments", "masters", "gradients", "seconds", "seen"), counts, strict=True)
+        sums |= zip(COUNTS, counts, strict=True)
         if not is_watched:  # gradients that are left are known to be of this step where the weight changed
             sums["gradients"] = sums["gradients"] * (sums["changed"] > 0)
         sums["first_flushed"], sums["second_flushed"] = _flushed(new)
-        sums["second"] = padded([sample.second for sample in new]).double().sum(-1)
+        sums["second_moment_sum"] = padded([sample.second for sample in new]).double().sum(-1)
         self._last = after.weights
-        return torch.stack([sums[name] for name in MOVED], 1)
+        return torch.stack([sums[name] for name in MOVED_NAMES], 1)
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -286,7 +305,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     for at, group in enumerate(groups):
         for name, value in group.items():
             parts = enumerate(value) if name == "betas" else [("", value)]
-            named = {f"{name} {place}".strip() + f"{GROUP}{at}": part for place, part in parts}
+            named = {f"{name} {number}".strip() + f"{GROUP}{at}": part for number, part in parts}
             facts |= {option: fact for option, fact in named.items() if isinstance(fact, float | int) or name == "lr"}
     return facts
 
@@ -349,11 +368,11 @@ def padded(samples: Sequence[Tensor]) -> Tensor:
     if not any(map(len, samples)):
         return samples[0].new_zeros(len(samples), SAMPLED)
     flat = nn.functional.pad(torch.cat([*samples]), (0, 1))
-    return flat[_places(tuple(map(len, samples)), flat.device)]
+    return flat[_padded_indices(tuple(map(len, samples)), flat.device)]
 
 
 @functools.lru_cache(maxsize=32)
-def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def _padded_indices(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the indices of each sample's elements among those of all samples; -1 for padding."""
     indices, begin = torch.full((len(lengths), SAMPLED), -1, dtype=torch.int64, device="cpu"), 0
     for row, length in zip(indices, lengths, strict=True):
@@ -366,14 +385,14 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
     """Return samples and their values, which a few launches read, however many layers there are."""
     samples = [_Sample.of(weight, optimizer) for weight in weights]
     by_key: dict[object, list[int]] = {}
-    for place, sample in enumerate(samples):
-        by_key.setdefault((type(sample.weight), sample.weight.dtype, sample.master), []).append(place)
+    for at, sample in enumerate(samples):
+        by_key.setdefault((type(sample.weight), sample.weight.dtype, sample.master), []).append(at)
     rows: dict[int, Tensor] = {}
-    for places in by_key.values():
-        alike = [samples[place] for place in places]
+    for indices in by_key.values():
+        alike = [samples[at] for at in indices]
         read = torch.stack(_read_stored(alike) if isinstance(alike[0].weight, StoredWeight) else _read_plain(alike))
-        rows |= zip(places, read.unbind(1), strict=True)
-    values = torch.stack([rows[place] for place in range(len(samples))], 1)
+        rows |= zip(indices, read.unbind(1), strict=True)
+    values = torch.stack([rows[at] for at in range(len(samples))], 1)
     return samples, _Values([sample.master for sample in samples], *values)
 
 
@@ -400,7 +419,7 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     scales_by_weight = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
     scales = torch.cat([*scales_by_weight, codes.new_zeros(1, dtype=torch.float32)])
     shapes = tuple((tuple(weight.shape), weight.granularity) for weight in weights)
-    scale_inv = scales[_places_of_scales(shapes, codes.device)]
+    scale_inv = scales[_scale_indices(shapes, codes.device)]
     values = codes.view(weights[0].qdata.dtype).float()
     exponent = (torch.frexp(values).exponent - 1).clamp_(min=-6)  # E4M3's smallest normal is 2^-6
     distances = torch.ldexp(scale_inv, exponent - 3)
@@ -415,17 +434,17 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
-def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
+def _scale_indices(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
     """Return the index of each sampled element's scale_inv among those of all weights; -1 for padding."""
     indices, begin = torch.full((len(shapes), SAMPLED), -1, device="cpu"), 0
-    for places, (shape, granularity) in zip(indices, shapes, strict=True):
+    for of_weight, (shape, granularity) in zip(indices, shapes, strict=True):
         (rows, cols), (height, width) = granularity.scale_shape(shape[-2:]), granularity.tile
         elements, numbers = math.prod(shape), math.prod(shape[-2:])
         at = torch.arange(0, elements, _distance(elements), device="cpu")[:SAMPLED]
-        expert, place = at // numbers, at % numbers
-        row = place // shape[-1] // height if rows > 1 else 0
-        column = place % shape[-1] // width if cols > 1 else 0
-        places[: len(at)] = begin + (expert * rows + row) * cols + column
+        expert, in_matrix = at // numbers, at % numbers
+        row = in_matrix // shape[-1] // height if rows > 1 else 0
+        column = in_matrix % shape[-1] // width if cols > 1 else 0
+        of_weight[: len(at)] = begin + (expert * rows + row) * cols + column
         begin += elements // numbers * rows * cols
     return indices.to(device)
 

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,6 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Recipes = Mapping[str, Recipe | RecipeMap]  # by name
 Key = tuple[str, str]  # a layer's name and a recipe's
 Change = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
-Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its gradients by parameter
 EMPTY: dict[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
@@ -65,6 +64,13 @@ predicted loss: how much higher the trained model's will be; ~: estimated"""
 
 class WhatIfError(OctavoError, ValueError):
     """A model, loss or budget that can't be compared; the message says why, and what to do."""
+
+
+class LossAndGradients(NamedTuple):
+    """A batch's loss, and its gradients in the order of the model's parameters."""
+
+    loss: float
+    gradients: Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class WhatIf:
     Attributes:
         recipes: the recipes by name.
         effects: the effects of each layer alone under each recipe, in the model's order.
-        whole: by recipe, the effect of all layers together.
+        whole: by recipe, the effect of all layers in FP8 at once.
         works: by layer, its computations in a batch.
         rates: of the device that costs are predicted for.
     """
@@ -148,11 +154,12 @@ class WhatIf:
                 different recipes, or none.
 
         Raises:
-            ValueError: unless exactly one of the two is given, and is at least 0.
+            ValueError: unless exactly one of the two is given, and is at least 0; ``keep`` a whole number.
         """
         budget = keep if loss is None else loss
         if budget is None or not budget >= 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
+        require_whole("keep", 0 if keep is None else keep, 0)
         plain_recipes = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
         if len(plain_recipes) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
@@ -168,7 +175,7 @@ class WhatIf:
 
     def predicted(self, recipe: RecipeMap) -> float:
         """Return the predicted loss under a map from ``recipe_map``: the sum of its layers' losses."""
-        return self._sum(self._losses, {layer: recipe.of(layer).name for layer in self.works})
+        return self._sum(self._losses, {layer: self._name_of(recipe.of(layer)) for layer in self.works})
 
     def seconds(self, recipe: Recipe | RecipeMap) -> float:
         """Return the predicted seconds that the compared layers take in a step: products and casts."""
@@ -176,22 +183,29 @@ class WhatIf:
 
     def costs(self, recipe: RecipeMap) -> list[Cost]:
         """Return the costs of the exceptions of a map from ``recipe_map``, in the model's order."""
-        default, costs = recipe.default.name, []
-        whole = sum(work.flop * sum(work.products) for work in self.works.values())
+        default, costs = self._name_of(recipe.default), []
+        total_flop = sum(work.flop * sum(work.products) for work in self.works.values())
         for layer, work in self.works.items():
             chosen = recipe.of(layer)
-            if chosen.name != default:
-                share = work.flop * sum(work.products) / whole if chosen.is_high_precision else 0.0
+            if (name := self._name_of(chosen)) != default:
+                share = work.flop * sum(work.products) / total_flop if chosen.is_high_precision else 0.0
                 seconds = sum(work.seconds(chosen, self.rates)) - sum(work.seconds(recipe.default, self.rates))
-                saved = self._losses[layer, default] - self._losses[layer, chosen.name]
-                costs.append(Cost(layer, chosen.name, share, seconds, saved))
+                saved = self._losses[layer, default] - self._losses[layer, name]
+                costs.append(Cost(layer, name, share, seconds, saved))
         return costs
+
+    def _name_of(self, recipe: Recipe) -> str:
+        """Return the name that a recipe was compared by, which need not be its own."""
+        names = [WITHOUT] if recipe.is_high_precision else [name for name, x in self.recipes.items() if x == recipe]
+        if not names:
+            raise WhatIfError(f"{recipe.name} was not compared so: give a map that recipe_map returned")
+        return names[0]
 
     @cached_property
     def _faster(self) -> list[str]:
         """The recipes that are faster than high precision."""
-        whole = self.seconds(high_precision())
-        return [name for name, recipe in self.recipes.items() if self.seconds(recipe) < whole]
+        high_precision_seconds = self.seconds(high_precision())
+        return [name for name, recipe in self.recipes.items() if self.seconds(recipe) < high_precision_seconds]
 
     @cached_property
     def _losses(self) -> dict[Key, float]:
@@ -253,10 +267,10 @@ class WhatIf:
 
     def __str__(self) -> str:
         lines = []
-        for recipe, whole in self.whole.items():
+        for recipe, effect_of_all in self.whole.items():
             ranked = self.ranked(recipe)
             rows = [[recipe, *OPERANDS, "loss", "1 - cosine", "norm", "predicted loss"]]
-            rows += [_row(effect) for effect in (whole, *ranked[:SHOWN])]
+            rows += [_row(effect) for effect in (effect_of_all, *ranked[:SHOWN])]
             more = [f"and {len(ranked) - SHOWN} more layers"] if len(ranked) > SHOWN else []
             lines += [columns(rows), *more, ""]
         return "\n".join([*lines, LEGEND])
@@ -322,21 +336,24 @@ def compare(
     """
     require_whole("runs", runs, 1)
     wanted = COMPARED if recipes is None else recipes
+    if isinstance(wanted, str | Recipe | RecipeMap):
+        raise WhatIfError(f"recipes is a {type(wanted).__name__}: give a list of recipes, or a dict of them by name")
     pairs = wanted.items() if isinstance(wanted, Mapping) else ((getattr(x, "name", str(x)), x) for x in wanted)
     named = [(name, as_recipe(value)) for name, value in pairs]
     batches, chosen = list(batches), dict(named)
-    if not named or len(chosen) < len(named) or any(getattr(value, "is_high_precision", False) for _, value in named):
+    without_fp8 = [name for name, value in named if name == WITHOUT or getattr(value, "is_high_precision", False)]
+    if not named or len(chosen) < len(named) or without_fp8:
         raise WhatIfError(f"recipes={[*dict(named)]}: needs recipes with products in FP8, each of another name")
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
-    twin, layers = _copy_in_high_precision(model, select)
+    copied, layers = _copy_in_high_precision(model, select)
     for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
             module.recipe = recipe.of(*module.names(layer))
         except ValueError as error:
             raise WhatIfError(f"{error}; leave {name} out") from error
         module.recipe = high_precision()
-    passes = _Passes(twin, loss, layers, chosen)
+    passes = _Passes(copied, loss, layers, chosen)
     for batch in batches:
         passes.measure(batch, runs // (len(batches) * len(chosen)))
     try:
@@ -357,26 +374,26 @@ def _copy_in_high_precision(model: nn.Module, select: Select | None) -> tuple[nn
     """Return a copy in training mode that shares parameters, and the layers to compare by name, in high precision."""
     tensor_attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     try:
-        twin = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *tensor_attributes)})
+        copied = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *tensor_attributes)})
     except (TypeError, RuntimeError) as error:
         why = "take away what its modules hold besides tensors and plain Python"
         raise WhatIfError(f"the model can't be copied ({first_line(error)}): {why}") from error
-    if not twin.training:
-        twin.train()
+    if not copied.training:
+        copied.train()
     modules = dict(model.named_modules())
     chosen = (lambda _, name: select(modules[name], name)) if callable(select) else select
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert converted nothing")
-        convert(twin, high_precision(), chosen)
+        convert(copied, high_precision(), chosen)
 
     def is_selected(name: str) -> bool:
         return select is None or not isinstance(modules.get(name), RecipeModule) or select(modules[name], name)
 
-    layers = {name: module for name, module in RecipeModule.named_in(twin) if is_selected(name)}
+    layers = {name: module for name, module in RecipeModule.named_in(copied) if is_selected(name)}
     if not layers:
         least = "by default those that octavo.convert takes (--min-features N, or select=)"
         raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")
-    return twin, layers
+    return copied, layers
 
 
 class _Passes:
@@ -408,28 +425,28 @@ class _Passes:
         exact = self.gradient(batch)
         for hook in hooks:
             hook.remove()
-        if not math.isfinite(exact[0]) or exact[0] == 0:
-            raise WhatIfError(f"loss(model, batch) is {exact[0]} in high precision: nothing is relative to it")
+        if not math.isfinite(exact.loss) or exact.loss == 0:
+            raise WhatIfError(f"loss(model, batch) is {exact.loss} in high precision: nothing is relative to it")
         if not self.run_alone:
-            self._choose(exact[1], most)
+            self._choose(exact.gradients, most)
         for recipe, chosen in self.run_alone.items():
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
                 states = {layer_name: last_states.get((layer_name, recipe)) for layer_name in names}
                 changed = self.gradient(batch, self.recipes_for(self.recipes[recipe], names), states)
-                first = sum(self.first_order.get((layer_name, recipe), 0.0) for layer_name in names)
-                self.changes.setdefault((name, recipe), []).append(_change_between(exact, changed, first))
+                first_order = sum(self.first_order.get((layer_name, recipe), 0.0) for layer_name in names)
+                self.changes.setdefault((name, recipe), []).append(_change_between(exact, changed, first_order))
 
     def recipes_for(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
         """Return {layer: its recipe} for some layers."""
         return {name: recipe.of(*self.layers[name].names(name)) for name in names}
 
-    def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
+    def _choose(self, gradients: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
-        sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
-        squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
+        sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in gradients]
+        squares, gradient_square = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
-            self.gradient_share[name] = squares.get(id(weight_of(layer)), 0.0) / whole if whole else 0.0
+            self.gradient_share[name] = squares.get(id(weight_of(layer)), 0.0) / (gradient_square or 1.0)
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
             self.run_alone[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
@@ -445,7 +462,9 @@ class _Passes:
         output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
         return output, grad_input, grad_weight
 
-    def gradient(self, batch: Any, recipes: dict[str, Recipe] = EMPTY, states: dict[str, Any] = EMPTY) -> Gradient:
+    def gradient(
+        self, batch: Any, recipes: dict[str, Recipe] = EMPTY, states: dict[str, Any] = EMPTY
+    ) -> LossAndGradients:
         """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
         self.state.put_copies()
         for name, recipe in recipes.items():
@@ -460,7 +479,7 @@ class _Passes:
             gradients = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
         for name in recipes:
             self._set_recipe(name, high_precision())
-        return float(value.detach()), gradients
+        return LossAndGradients(float(value.detach()), gradients)
 
     def _set_recipe(self, name: str, recipe: Recipe, state: Any = None) -> None:
         """Give a layer a recipe, and a copy of a delayed state to begin with."""
@@ -480,9 +499,9 @@ class _Passes:
 
         def backward(gradients: Sequence[Tensor | None]) -> None:
             first = next(gradient for gradient in gradients if gradient is not None)
-            whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
+            of_splits = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
             with autocast:
-                self._compare_products(name, x, torch.cat(whole, -1), offsets)
+                self._compare_products(name, x, torch.cat(of_splits, -1), offsets)
 
         torch.autograd.graph.register_multi_grad_hook(splits, backward)
 
@@ -505,8 +524,8 @@ class _Passes:
                 if product is not None and wanted is not None:
                     error = product.double() - wanted.double()
                     squares[:, i] = torch.stack([error.square().sum(), wanted.double().square().sum()])
-            first = ((products[0].double() - exact[0].double()) * full_tensor(grad).double()).sum()
-            self.first_order[key] = self.first_order.get(key, 0.0) + float(first)
+            first_order = ((products[0].double() - exact[0].double()) * full_tensor(grad).double()).sum()
+            self.first_order[key] = self.first_order.get(key, 0.0) + float(first_order)
             self.local[key] = self.local.get(key, 0) + squares
 
     def result(self, rates: Rates) -> WhatIf:
@@ -546,15 +565,15 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
     return full_tensor(output.detach()), grad_input, grad_weight
 
 
-def _change_between(exact: Gradient, changed: Gradient, first: float) -> Change:
-    """Return an Effect's loss, curvature, cosine, norm_ratio; ``first``: the first-order term of the loss's change."""
+def _change_between(exact: LossAndGradients, changed: LossAndGradients, first_order: float) -> Change:
+    """Return an Effect's loss, curvature, cosine, norm_ratio; ``first_order``: that term of the loss's change."""
     (exact_loss, x), (loss, y) = exact, changed
     dot, norm, other = (
         sum(float(p.double().flatten() @ q.double().flatten()) for p, q in pairs if p is not None and q is not None)
         for pairs in (zip(x, y, strict=True), zip(x, x, strict=True), zip(y, y, strict=True))
     )
     cosine, ratio = (dot / math.sqrt(norm * other), math.sqrt(other / norm)) if norm and other else (math.nan, math.nan)
-    return (loss - exact_loss) / abs(exact_loss), (loss - exact_loss - first) / abs(exact_loss), cosine, ratio
+    return (loss - exact_loss) / abs(exact_loss), (loss - exact_loss - first_order) / abs(exact_loss), cosine, ratio
 
 
 def _mean(values: Sequence[Change]) -> Change:

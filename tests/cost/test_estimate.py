@@ -32,7 +32,7 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
 
     recipe, x = recipes.delayed(), torch.ones(8192, 512, requires_grad=True)
     works = work_of(on_meta(Gated()), (x,)).linears
-    assert [work.reads for work in works] == [1, 1, 2]
+    assert [work.input_id for work in works] == [1, 1, 2]
     both = recipe, octavo.RecipeMap(recipe, {"up": None})
     alone, apart = (estimate(Gated(), (x,), each, H200).casts for each in both)
     of_input, of_weight, of_grad = works[0].cast_seconds(recipe, H200).values()
@@ -44,7 +44,7 @@ def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
     many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
     work, chosen = (work_of(model, (many,)), {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")})
-    asked = {"bf16": None, **chosen}
+    asked = {"bf16": None, **chosen, "dynamic": "dynamic"}  # which is the recipe of that name
     plans = {name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in asked.items()}
     assert {name: estimate.name for name, estimate in plans.items()} == {name: name for name in plans}
     bf16 = plans["bf16"]

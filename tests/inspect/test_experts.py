@@ -88,7 +88,7 @@ def test_the_worst_expert_is_kept_and_named(tmp_path: Path) -> None:
     of_experts = record.experts
     assert of_experts is not None
     assert of_experts.tokens[""].tolist() == [SIZES]
-    assert of_experts.worst[0, 0] == 3 and of_experts.beyond[0, 0] == 1
+    assert of_experts.worst_expert[0, 0] == 3 and of_experts.beyond[0, 0] == 1
     (place,) = (at for at, row in enumerate(expected.rows) if (row.layer, row.role) == ("3", "input"))
     for name, values in expected.measures.items():
         assert of_experts.measures[name][0, 0] == pytest.approx(values[0, place], rel=1e-9)

@@ -175,7 +175,7 @@ def test_experts_on_ranks_leave_the_record_of_one(recipe: str, storage: Any, poo
         for name, values in one.measures.items():
             np.testing.assert_allclose(other.measures[name], values, rtol=1e-9, err_msg=name)
         assert (other.exponents == one.exponents).all()
-    assert (ranks.experts.worst == alone.experts.worst).all()
+    assert (ranks.experts.worst_expert == alone.experts.worst_expert).all()
     for layer, tokens in alone.experts.tokens.items():
         assert (ranks.experts.tokens[layer] == tokens).all()
     assert faults == [("experts.gate_up", "input", True)] * 2

@@ -241,7 +241,7 @@ def test_the_worst_expert_and_the_tokens_of_experts_are_handed_over(named: bool,
         recorder.step()
     record, prefix = octavo.inspect.load(tmp_path), "up." * named
     at = [row.role for row in record.rows].index("input")
-    assert record.experts.worst[0, at] == 1 and handed[f"{prefix}input.worst_expert.flushed"] > 0.3
+    assert record.experts.worst_expert[0, at] == 1 and handed[f"{prefix}input.worst_expert.flushed"] > 0.3
     assert handed[f"{prefix}input.flushed"] == record.measures["flushed"][0, at]
     assert handed[f"{prefix}input.flushed"] * 12 == pytest.approx(handed[f"{prefix}input.worst_expert.flushed"] * 3)
     assert (handed[f"{prefix}least_tokens"], handed[f"{prefix}most_tokens"]) == (2, 7)

@@ -123,6 +123,22 @@ def test_of_few_runs_the_worst_layers_are_measured_and_the_others_estimated():
         assert 1 / 5 < (1 - effect.cosine) / (1 - exact.cosine) < 5
 
 
+def test_maps_of_recipes_with_names_of_ones_own_have_their_losses_and_costs():
+    named = {"rowwise": recipes.dynamic(), "dynamic": recipes.rowwise()}
+    result = compare(network(), loss, batches(), named, select=every_layer)
+    for chosen in (result.recipe_map(keep=1), result.recipe_map(loss=1.0)):
+        (name,) = (name for name, recipe in named.items() if recipe == chosen.default)
+        losses = {effect.layer: effect.predicted for effect in result.effects if effect.recipe == name}
+        saved = {cost.layer: cost.loss for cost in result.costs(chosen)}
+        assert saved == {layer: losses[layer] for layer in chosen.rules}
+        assert result.predicted(chosen) == pytest.approx(sum(losses.values()) - sum(saved.values()), rel=1e-9)
+    with pytest.raises(WhatIfError, match="mx was not compared so: give a map that recipe_map returned"):
+        result.predicted(octavo.RecipeMap(recipes.mx()))
+    for keep in (1.5, True):
+        with pytest.raises(ValueError, match=f"keep={keep}: needs a whole number, at least 0"):
+            result.recipe_map(keep=keep)
+
+
 def test_runs_are_the_most_passes_with_one_layer_alone():
     few = compared(network(), runs=1)  # fewer than a layer by two batches
     assert few.effects and not any(effect.measured for effect in few.effects)
@@ -272,6 +288,9 @@ def test_a_layer_that_no_gradient_reaches_has_no_effect():
         ({"recipes": []}, "needs recipes"),
         ({"recipes": [recipes.dynamic(), recipes.dynamic(True)]}, "each of another name"),
         ({"recipes": [recipes.high_precision()]}, "products in FP8"),
+        ({"recipes": {"high_precision": recipes.dynamic()}}, "each of another name"),
+        ({"recipes": "dynamic"}, "recipes is a str: give a list of recipes, or a dict of them by name"),
+        ({"recipes": recipes.dynamic()}, "recipes is a Recipe: give a list"),
         ({"select": None}, "no layer to compare.*octavo.convert takes"),
         ({"loss": lambda model, batch: model(batch)}, r"a tensor of shape \(64, 8\): it must be a scalar"),
         ({"loss": lambda model, batch: 1.0}, "gave a float"),

@@ -123,14 +123,14 @@ def tensor(rank: Rank) -> Wait:
     layout, hardware = rank.layout, rank.hardware
     operand_bytes = rank.precision.operand_bytes
     seconds = 0.0
-    for weight in rank.whole.block:
+    for weight in rank.model_shapes.block:
         if layout.tensor > 1 and weight.split in ("in", "out"):
             elements = rank.tokens * (weight.cols if weight.split == "out" else weight.rows)
             gathers = 2 if weight.split == "out" and rank.precision.as_megatron else 1
             seconds += weight.share * gathers * hardware.wire(elements * operand_bytes, layout.tensor, 1)
             seconds += weight.share * hardware.wire(elements * BF16, layout.tensor, 1)  # the sum
             seconds += weight.share * hardware.latency * rank.precision.pairs  # of the scale
-    seconds *= rank.shapes.layers
+    seconds *= rank.rank_shapes.layers
     return Wait(seconds, seconds, hardware.link(layout.tensor, 1))
 
 
@@ -141,7 +141,7 @@ def expert(rank: Rank) -> Wait:
     over NVLink. Experts are as likely on any server, of which at most MOST_SERVERS are chosen.
     """
     layout, hardware = rank.layout, rank.hardware
-    experts = [weight for weight in rank.whole.block if weight.split == "experts"]
+    experts = [weight for weight in rank.model_shapes.block if weight.split == "experts"]
     link = hardware.link(layout.expert, 1, directly=True)
     if layout.expert == 1 or not experts:
         return Wait(0.0, 0.0, link)
@@ -149,8 +149,8 @@ def expert(rank: Rank) -> Wait:
     servers = max(1.0, layout.expert / hardware.server)
     visited = min(MOST_SERVERS, servers * (1 - (1 - 1 / servers) ** used)) if rank.precision.as_megatron else used
     here = min(layout.expert, hardware.server)
-    layers = rank.shapes.layers * experts[0].share
-    token_elements = rank.tokens / layout.tensor * rank.whole.width * layers
+    layers = rank.rank_shapes.layers * experts[0].share
+    token_elements = rank.tokens / layout.tensor * rank.model_shapes.width * layers
     slowest = max(visited * (1 - 1 / servers) / hardware.network, used * (1 - 1 / here) / hardware.nvlink)
     waits = (4 + 2 * rank.precision.pairs) * layers * hardware.latency  # also of the scales
     # forward dispatches tokens and combines results, backward the gradients of both

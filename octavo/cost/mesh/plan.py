@@ -58,8 +58,8 @@ class MeshPlan(NamedTuple):
     def _rows(self) -> Iterator[tuple[str, RankStep, float]]:
         """Yield (name, step, its share of bf16's time with these kernels) for each row of the tables."""
         for kernels, by_recipe in self.steps.items():
-            for rank in by_recipe:
-                yield f"{rank.precision.name} {kernels}", rank, rank.step.seconds / by_recipe[0].step.seconds
+            for each in by_recipe:
+                yield f"{each.precision.name} {kernels}", each, each.step.seconds / by_recipe[0].step.seconds
 
     def _times(self) -> list[list[str]]:
         """Return the rows of milliseconds a step by kind; of collectives also how long ranks wait for them."""
@@ -68,8 +68,8 @@ class MeshPlan(NamedTuple):
         waits = [kind for kind, wait in step.waits.items() if wait.seconds]
         header = ["ms a step", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
         rows = [[*header, "total", "of bf16", "TFLOP/s"]]
-        for name, rank, share in self._rows():
-            step = rank.step
+        for name, candidate, share in self._rows():
+            step = candidate.step
             row = [f"{1e3 * step.kinds[kind]:.1f}" for kind in kinds]
             row += [f"{1e3 * step.waits[kind].exposed:.1f} of {1e3 * step.waits[kind].seconds:.1f}" for kind in waits]
             row += [f"{1e3 * seconds:.1f}" for seconds in (step.bubble, step.optimizer, step.seconds)]
@@ -79,23 +79,23 @@ class MeshPlan(NamedTuple):
     def _sizes(self) -> list[list[str]]:
         """Return the rows of GiB a rank by kind, and whether they fit."""
         rows = [["GiB a rank", *self.best.memory, "total", "fits"]]
-        for name, rank, _ in self._rows():
-            sizes = [f"{size / GIB:.2f}" for size in (*rank.memory.values(), rank.size)]
-            rows.append([name, *sizes, "yes" if rank.fits else "no"])
+        for name, candidate, _ in self._rows():
+            sizes = [f"{size / GIB:.2f}" for size in (*candidate.memory.values(), candidate.size)]
+            rows.append([name, *sizes, "yes" if candidate.fits else "no"])
         return rows
 
     def _what_to_change(self) -> Iterator[str]:
         """Yield a line for each change, and one for a mesh on which the step fits, if it doesn't on this one."""
-        for words, rank in self.changes:
-            gain = f"{rank.step.tflops / self.best.step.tflops:.2f} times the speed, {rank.size / GIB:,.0f} GiB"
-            yield f"change first: {words}: {gain}{'' if rank.fits else ', still too much'}"
+        for words, other in self.changes:
+            gain = f"{other.step.tflops / self.best.step.tflops:.2f} times the speed, {other.size / GIB:,.0f} GiB"
+            yield f"change first: {words}: {gain}{'' if other.fits else ', still too much'}"
         if self.other is not None:
             yield f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.size / GIB:.0f} GiB"
 
 
-def limit(rank: RankStep) -> str:
+def limit(candidate: RankStep) -> str:
     """Return a text of what takes longest, and of the link that ranks wait for."""
-    step = rank.step
+    step = candidate.step
     times = {**step.kinds, "bubble": step.bubble, "optimizer": step.optimizer}
     times |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
     longest = max(times, key=times.__getitem__)
@@ -108,10 +108,10 @@ def limit(rank: RankStep) -> str:
     return f"{share}; the link that limits is {link_name}, on which {waiting}"
 
 
-def flags(rank: RankStep) -> str:
+def flags(candidate: RankStep) -> str:
     """Return the command's flags for a step."""
-    now = rank.layout
-    in_fp8 = " --checkpoint-in-fp8" * (rank.precision.region_bytes < BF16)
+    now = candidate.layout
+    in_fp8 = " --checkpoint-in-fp8" * (candidate.precision.region_bytes < BF16)
     return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
 
 
@@ -176,9 +176,9 @@ def plan(
     return MeshPlan(steps, best, improvements(best), other if other and other.fits else None)
 
 
-def merit(rank: RankStep) -> tuple[bool, float]:
+def merit(candidate: RankStep) -> tuple[bool, float]:
     """Return a key that is largest for the fastest step that fits; if none fits, for the smallest."""
-    return rank.fits, rank.step.tflops if rank.fits else -rank.size
+    return candidate.fits, candidate.step.tflops if candidate.fits else -candidate.size
 
 
 def in_pairs(width: int) -> float:
@@ -187,22 +187,22 @@ def in_pairs(width: int) -> float:
 
 
 def with_changes(
-    rank: RankStep, precision: Mapping[str, Any] | None = None, micro_batches: int | None = None, **layout: Any
+    candidate: RankStep, precision: Mapping[str, Any] | None = None, micro_batches: int | None = None, **layout: Any
 ) -> Iterator[RankStep]:
     """Yield the step with these changes, and in so many micro-batches unless None, if the model divides so."""
     with contextlib.suppress(PlanError, ZeroDivisionError):
-        other_layout = replace(rank.layout, **layout).in_micro_batches(micro_batches)
-        yield replace(rank, layout=other_layout, precision=replace(rank.precision, **precision or {}))
+        other_layout = replace(candidate.layout, **layout).in_micro_batches(micro_batches)
+        yield replace(candidate, layout=other_layout, precision=replace(candidate.precision, **precision or {}))
 
 
-def fastest_mesh(rank: RankStep, micro_batches: int | None = None, recompute: float | None = None) -> RankStep:
+def fastest_mesh(start: RankStep, micro_batches: int | None = None, recompute: float | None = None) -> RankStep:
     """Return the best step on all meshes of powers of two: with so many micro-batches, and this share recomputed.
 
     None for either leaves it open: micro-batches have 1, 2, 4 or 8 sequences, and all layers are recomputed or none.
     Raises PlanError where no mesh has so many micro-batches.
     """
-    candidates = [rank] if micro_batches is None and not recompute else []
-    has_experts = any(weight.split == "experts" for weight in rank.whole.block)
+    candidates = [start] if micro_batches is None and not recompute else []
+    has_experts = any(weight.split == "experts" for weight in start.model_shapes.block)
     choices: dict[str, Sequence[Any]] = {
         "tensor": (1, 2, 4, 8),
         "pipeline": (1, 2, 4, 8, 16),
@@ -212,35 +212,35 @@ def fastest_mesh(rank: RankStep, micro_batches: int | None = None, recompute: fl
     }
     for values in itertools.product(*choices.values()):
         layout = dict(zip(choices, values, strict=True))
-        for replicate in {1, max(1, rank.layout.gpus // (layout["pipeline"] * rank.hardware.server))}:
-            candidates += with_changes(rank, None, micro_batches, replicate=replicate, context=1, **layout)
+        for replicate in {1, max(1, start.layout.gpus // (layout["pipeline"] * start.hardware.server))}:
+            candidates += with_changes(start, None, micro_batches, replicate=replicate, context=1, **layout)
     if not candidates:
-        raise PlanError(f"--micro-batches {micro_batches}: on no mesh of {rank.layout.gpus} GPUs has a rank so many")
+        raise PlanError(f"--micro-batches {micro_batches}: on no mesh of {start.layout.gpus} GPUs has a rank so many")
     return max(candidates, key=merit)
 
 
-def improvements(rank: RankStep) -> list[tuple[str, RankStep]]:
+def improvements(candidate: RankStep) -> list[tuple[str, RankStep]]:
     """Return at most three changes, best first: those that make a step fit, or smaller; faster, if it fits already."""
-    least = (True, WORTH_NAMING * rank.step.tflops) if rank.fits else merit(rank)
-    candidates = [(words, other) for words, ways in _neighbours(rank) for other in ways if merit(other) > least]
-    return sorted(candidates, key=lambda candidate: merit(candidate[1]), reverse=True)[:3]
+    least = (True, WORTH_NAMING * candidate.step.tflops) if candidate.fits else merit(candidate)
+    changes = [(words, other) for words, ways in _neighbours(candidate) for other in ways if merit(other) > least]
+    return sorted(changes, key=lambda change: merit(change[1]), reverse=True)[:3]
 
 
-def _neighbours(rank: RankStep) -> Iterator[tuple[str, Iterator[RankStep]]]:
+def _neighbours(candidate: RankStep) -> Iterator[tuple[str, Iterator[RankStep]]]:
     """Yield changes, each with the step that has it, if there is one: an option, or ranks of one kind for another's."""
-    layout, ranks = rank.layout, rank.layout.ranks
-    yield "checkpoint activations (--recompute 1)", with_changes(rank, recomputed=1.0)
-    yield "keep activations (--recompute 0)", with_changes(rank, recomputed=0.0)
-    in_fp8 = {"region_bytes": in_pairs(rank.whole.width)}
-    yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(rank, in_fp8)
+    layout, ranks = candidate.layout, candidate.layout.ranks
+    yield "checkpoint activations (--recompute 1)", with_changes(candidate, recomputed=1.0)
+    yield "keep activations (--recompute 0)", with_changes(candidate, recomputed=0.0)
+    in_fp8 = {"region_bytes": in_pairs(candidate.model_shapes.width)}
+    yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(candidate, in_fp8)
     for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
-        yield f"micro-batches of {size} sequences", with_changes(rank, micro_batch_size=size)
-    yield "twice as many tokens a step", with_changes(rank, sequences=2 * layout.sequences)
-    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", with_changes(rank, {"reduction": 2})
-    if rank.precision.recipe in STORED:
-        yield "weights, masters and moments in FP8", with_changes(rank, {"state": "FP8"})
+        yield f"micro-batches of {size} sequences", with_changes(candidate, micro_batch_size=size)
+    yield "twice as many tokens a step", with_changes(candidate, sequences=2 * layout.sequences)
+    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", with_changes(candidate, {"reduction": 2})
+    if candidate.precision.recipe in STORED:
+        yield "weights, masters and moments in FP8", with_changes(candidate, {"state": "FP8"})
     for more, fewer in itertools.permutations(RANKS[:-1], 2):
         if ranks[fewer] % 2 == 0:
             kinds: dict[str, Any] = ranks | {more: 2 * ranks[more], fewer: ranks[fewer] // 2}
             words = f"more {more} ranks ({more}={kinds[more]}, {fewer}={kinds[fewer]})"
-            yield words, with_changes(rank, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})
+            yield words, with_changes(candidate, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})

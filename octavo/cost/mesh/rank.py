@@ -47,7 +47,7 @@ class ShardGroup(NamedTuple):
 class Rank:
     """One rank of a mesh, all of which hold and compute as much: what it has of a model and of a micro-batch."""
 
-    whole: Shapes
+    model_shapes: Shapes
     layout: MeshLayout
     precision: Precision
     hardware: Hardware
@@ -62,8 +62,8 @@ class Rank:
         layout = self.layout
         if self.precision.algorithm == "muon" and layout.tensor > 1:
             yield f"tensor={layout.tensor}: Muon takes whole columns, which these ranks divide: tensor=1 would do"
-        if layout.pipeline > self.whole.layers:
-            yield f"pipeline={layout.pipeline}: there are {self.whole.layers} layers, and each stage needs one"
+        if layout.pipeline > self.model_shapes.layers:
+            yield f"pipeline={layout.pipeline}: there are {self.model_shapes.layers} layers, and each stage needs one"
         if layout.gpus % (layout.tensor * layout.pipeline * layout.context) or layout.data_ranks % layout.replicate:
             yield f"{layout.gpus} GPUs do not divide by the ranks of {layout.ranks}: no fsdp would make it so"
         at_once = layout.data_ranks * layout.micro_batch_size
@@ -79,9 +79,9 @@ class Rank:
 
     def _undivided_features_and_experts(self) -> Iterator[str]:
         """Yield a line if tensor, and if expert parallelism would split a head, a feature or an expert."""
-        block = self.whole.block
+        block = self.model_shapes.block
         features = [w.cols if w.split == "in" else w.rows for w in block if w.split in ("in", "out")]
-        heads_and_features = [*self.whole.heads, *features] if features else []
+        heads_and_features = [*self.model_shapes.heads, *features] if features else []
         experts = [w.held for w in block if w.split == "experts"]
         for kind, words, counts in ("tensor", "heads and features", heads_and_features), ("expert", "experts", experts):
             ranks = getattr(self.layout, kind)
@@ -92,9 +92,9 @@ class Rank:
                 yield f"{kind}={ranks} does not divide the model's {words} ({sizes}): {kind} may be {divisors}"
 
     @functools.cached_property
-    def shapes(self) -> Shapes:
+    def rank_shapes(self) -> Shapes:
         """The rank's shapes before FSDP2 shards them."""
-        return self.whole.divided(self.layout.tensor, self.layout.pipeline, self.layout.expert)
+        return self.model_shapes.divided(self.layout.tensor, self.layout.pipeline, self.layout.expert)
 
     @property
     def state(self) -> StateBytes:
@@ -112,7 +112,7 @@ class Rank:
 
         Experts are sharded over the ranks that hold the same ones, as far apart as a server has ranks of experts.
         """
-        layout, shapes = self.layout, self.shapes
+        layout, shapes = self.layout, self.rank_shapes
         if layout.expert == 1:
             return [ShardGroup(shapes, layout.shard_ranks, layout.tensor)]
         dense = tuple(w for w in shapes.block if w.split != "experts")
@@ -129,7 +129,7 @@ class Rank:
 
         The loss has what one device's has: three tensors of the logits' size in float32.
         """
-        logits = LOSS * self.tokens * self.whole.head.rows / self.layout.tensor
+        logits = LOSS * self.tokens * self.model_shapes.head.rows / self.layout.tensor
         return {**self._weights_and_state(), "activations": self._activations(), "logits": logits}
 
     @property
@@ -171,10 +171,10 @@ class Rank:
         keeps its input, and one such layer at a time has all.
         """
         layout, recomputed = self.layout, self.layout.recomputed
-        input_bytes = self.precision.region_bytes * self.tokens * self.whole.width / layout.tensor
+        input_bytes = self.precision.region_bytes * self.tokens * self.model_shapes.width / layout.tensor
         saved = self._saved_by_layer()
         under_way = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks))
-        layers = self.shapes.layers * min(under_way, layout.micro_batches)
+        layers = self.rank_shapes.layers * min(under_way, layout.micro_batches)
         return layers * ((1 - recomputed) * saved + recomputed * input_bytes) + math.ceil(recomputed) * saved
 
     def _saved_by_layer(self) -> float:
@@ -182,11 +182,11 @@ class Rank:
         layout, precision = self.layout, self.precision
         operand = BF16 if precision.recipe == IN_BF16 else CODE
         operands, from_other_ranks = 0.0, 0.0  # the latter: of inputs that are kept as gathered
-        for w in self.whole.block:
+        for w in self.model_shapes.block:
             is_gathered = w.split == "out" and not precision.as_megatron
             rows = BF16 * w.rows if w.split != "in" else 0
             operands += w.share * w.used * w.converted * (operand * w.cols + rows)
             gathered = min(operand, precision.operand_bytes) * w.share * w.used * w.converted * w.cols
             from_other_ranks += gathered * (layout.tensor - 1) * is_gathered
-        saved = operands if self.whole.saved_bytes is None else self.whole.saved_bytes
+        saved = operands if self.model_shapes.saved_bytes is None else self.model_shapes.saved_bytes
         return self.tokens / layout.tensor * (saved + from_other_ranks)

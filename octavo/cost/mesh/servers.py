@@ -49,7 +49,7 @@ class Hardware:
         forward, backward = here.attention_forward * speed, here.attention_backward * speed
         return cls(rates, forward, backward, here.nvlink * (1 + ("B200" in rates.device)), memory=rates.memory)
 
-    def wire(self, whole: float, ranks: int, stride: int, directly: bool = False) -> float:
+    def wire(self, size: float, ranks: int, stride: int, directly: bool = False) -> float:
         """Return seconds of an all-gather or a reduce-scatter of so many bytes in all, each rank ``stride`` GPUs apart.
 
         Each GPU takes in (n - 1) / n of the bytes over NVLink. Over the network a ring takes each byte into a server
@@ -59,22 +59,22 @@ class Hardware:
         if ranks == 1:
             return 0.0
         here = self.ranks_in_server(ranks, stride)
-        inside = whole * (here - 1 if directly else ranks - 1) / ranks / self.nvlink * (here > 1)
+        inside = size * (here - 1 if directly else ranks - 1) / ranks / self.nvlink * (here > 1)
         servers = ranks / here
         arriving = (ranks - here) / ranks if directly else (servers - 1) / servers / here
-        return max(inside, whole * arriving / self.network) + self.latency
+        return max(inside, size * arriving / self.network) + self.latency
 
     def ranks_in_server(self, ranks: int, stride: int) -> int:
         """Return how many of a group's ranks, ``stride`` GPUs apart, are in one server."""
         return max(1, min(ranks, self.server // stride))
 
-    def exchange(self, whole: float, ranks: int, stride: int, levels: int) -> float:
+    def exchange(self, size: float, ranks: int, stride: int, levels: int) -> float:
         """Return seconds of all-to-alls that reduce so many bytes at one level or at two, one after the other."""
         if levels == 1:
-            return self.wire(whole, ranks, stride, directly=True)
+            return self.wire(size, ranks, stride, directly=True)
         here = self.ranks_in_server(ranks, stride)
-        inside = self.wire(whole, here, stride, directly=True)
-        return inside + self.wire(whole / here, ranks // here, self.server, directly=True)
+        inside = self.wire(size, here, stride, directly=True)
+        return inside + self.wire(size / here, ranks // here, self.server, directly=True)
 
     def link(self, ranks: int, stride: int, directly: bool = False) -> str:
         """Return the wires on which such a group waits longest."""

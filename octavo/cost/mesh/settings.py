@@ -97,10 +97,10 @@ def mesh_of(text: str, gpus: int) -> dict[str, int]:
 class Precision:
     """The products and messages that are in FP8; each is octavo's way unless said otherwise.
 
-    ``reduction``: at how many levels gradients are reduced as pairs in blocks of 128
-    (``octavo.distributed.Fp8Reduction``): by an all-to-all of all ranks, or by one of a server's ranks and one of
-    servers. The time of casts and sums is left out. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
-    tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
+    ``reduction``: 0: gradients are reduce-scattered in bf16; 1: sent in FP8 by one all-to-all of all ranks; 2: by one
+    inside each server, then one between servers. In FP8 they are pairs in blocks of 128
+    (``octavo.distributed.Fp8Reduction``), and the time of casts and sums is left out. ``pairs``: inputs and gradients
+    that tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
     whose scale ranks share first. Gathered tensors are kept for backward; sums over ranks stay in bf16.
     ``as_megatron``: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again
     in backward; a token is cast and sent over the network once for all its experts of a server.

@@ -148,8 +148,8 @@ def _matrices(model: nn.Module, work: Work, context: int) -> list[Weight]:
             index, suffix = linear.name.removeprefix(f"{name}.").split(".", 1)
             style = style_of.get(suffix, style_of.get(suffix.removesuffix(".linear")))
             split = "experts" if linear.groups > 1 else {"colwise": "out", "rowwise": "in"}.get(str(style))
-            read = (linear.in_features, split, linear.groups, linear.tokens / context)
-            out_features[index, suffix.rpartition(".")[0], *read] += linear.out_features
+            common = (linear.in_features, split, linear.groups, linear.tokens / context)
+            out_features[index, suffix.rpartition(".")[0], *common] += linear.out_features
     times = Counter((features, *key[2:]) for key, features in out_features.items())
     return [
         Weight(rows, cols, True, split, held, used, blocks / count)

@@ -39,24 +39,24 @@ class RankStep(Rank):
     @functools.cached_property
     def kinds(self) -> dict[str, float]:
         """Seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
-        layout, rates, whole, hardware = self.layout, self.hardware.rates, self.whole, self.hardware
-        layers = [layer_seconds(self, weight) for weight in self.shapes.block if weight.converted]
+        layout, rates, model, hardware = self.layout, self.hardware.rates, self.model_shapes, self.hardware
+        layers = [layer_seconds(self, weight) for weight in self.rank_shapes.block if weight.converted]
         other = (
-            3 * BF16 * whole.elementwise_elements * self.tokens / layout.tensor / rates.copy
-            + whole.launches * rates.launch
+            3 * BF16 * model.elementwise_elements * self.tokens / layout.tensor / rates.copy
+            + model.launches * rates.launch
         )
-        flop = 2.0 * self.tokens * layout.sequence_length * whole.attention_features / layout.tensor
+        flop = 2.0 * self.tokens * layout.sequence_length * model.attention_features / layout.tensor
         backward = ATTENTION_FLOP[1] / ATTENTION_FLOP[0] * flop
         attention = flop / hardware.attention_forward + backward / hardware.attention_backward
         # forward, a third of forward and backward, runs again in recomputed layers
-        passes = self.shapes.layers * (1 + layout.recomputed / 3)
-        logits = self.tokens * whole.head.rows / (layout.tensor * layout.pipeline)
-        head = 3 * rates.product_seconds(IN_BF16, 2 * logits * whole.head.cols)
+        passes = self.rank_shapes.layers * (1 + layout.recomputed / 3)
+        logits = self.tokens * model.head.rows / (layout.tensor * layout.pipeline)
+        head = 3 * rates.product_seconds(IN_BF16, 2 * logits * model.head.cols)
         return {
             "products": passes * sum(products for products, _ in layers) + head,
             "casts": passes * sum(casts for _, casts in layers),
             "attention": passes * attention,
-            "other": passes * other + whole.bytes_a_logit * logits / rates.copy,
+            "other": passes * other + model.bytes_a_logit * logits / rates.copy,
         }
 
     @property
@@ -98,7 +98,7 @@ class RankStep(Rank):
         kinds = {kind: count * seconds for kind, seconds in self.kinds.items()}
         bubble = (layout.pipeline - 1) / layout.chunks * (self.compute + tensor.seconds + expert.seconds)
         total = sum(kinds.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.optimizer
-        flop = layout.sequences * layout.sequence_length * self.whole.flop(layout.sequence_length) / layout.gpus
+        flop = layout.sequences * layout.sequence_length * self.model_shapes.flop(layout.sequence_length) / layout.gpus
         return Step(kinds, waits, bubble, self.optimizer, total, flop / total / 1e12)
 
 
@@ -129,6 +129,6 @@ def cast_elements(rank: Rank, weight: Weight, rows: int) -> tuple[float, float, 
         divisor = layout.tensor
     elif precision.pairs and precision.as_megatron and weight.split == "experts":
         divisor = weight.used
-    is_first = weight.split == "out" or (weight.split == "experts" and weight.cols == rank.whole.width)
+    is_first = weight.split == "out" or (weight.split == "experts" and weight.cols == rank.model_shapes.width)
     input_divisor, gradient_divisor = (divisor, 1) if is_first else (1, divisor)
     return rows * weight.cols / input_divisor, elements, rows * weight.rows / gradient_divisor
