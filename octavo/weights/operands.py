@@ -102,8 +102,8 @@ class WeightOwner(nn.Module):
         for key, reader in self.weight_readers.items():
             if (parameter := self._parameters.get(key)) is not None and reader.fp8.gather.parameter is not None:
                 reader.fp8.gather.adopt(parameter, parameter, reader)
-            owns_weight = reader is not self or not reader.part_name  # else self is a part, moved before its owner
-            if owns_weight and (state := reader.fp8.state) is not None:
+            is_part = getattr(self, "part_name", "")  # moved before the owner of its weight, which moves its state
+            if not is_part and (state := reader.fp8.state) is not None:
                 reader.fp8.state = state.on(reader.parameters_device)
         return self
 
