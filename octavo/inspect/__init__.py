@@ -21,6 +21,8 @@ faults in it, ``diagnose`` makes findings of what they see, and ``verdict`` says
 | which cast would be better, and in which layer would it matter? | ``remedies.py``, ``what_if.py`` |
 | where was the first inf or NaN? | ``faults.py``, which needs no record |
 | how is all that shown? | ``report.py``, ``command.py`` |
+
+A record is the folder of a run. In shapes [records, ...] counts recorded steps.
 """
 
 from octavo.inspect.faults import Fault, FaultError, FaultTrace, trace_faults

@@ -30,7 +30,7 @@ from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load, reading
 from octavo.inspect.remedies import RECIPES_FILE, merged_rules, own_recipes, with_rules
 from octavo.inspect.report import Against, table, to_html, to_json
-from octavo.inspect.what_if import Effect, WhatIf, WhatIfError, check, compare
+from octavo.inspect.what_if import RUNS, Effect, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import large_enough
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import read_json
@@ -160,9 +160,6 @@ def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = "no what-if: write one by octavo inspect MODEL --json FILE"
         raise RecordError(f"{path} holds {why} ({first_line(error)})") from error
-
-
-RUNS = 500
 
 
 class Subject(NamedTuple):

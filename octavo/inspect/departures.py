@@ -1,17 +1,17 @@
 """Departures: the numbers of a run that leave their own course, whatever they are, and the step where they do.
 
-A number's course is a straight line in its logarithm, with noise around it. At a record it may leave that line for this
-record alone, jump to a parallel one, or take another slope. The evidence of a change is the logarithm of how much
+A number's course is a straight line in its logarithm, with noise around it. At a recorded step it may leave that line
+for this one alone, jump to a parallel one, or take another slope. The evidence of a change is the logarithm of how much
 likelier the numbers are with it than without, by their own noise. Numbers that tell of the same are a family, such as
 all gradients: its evidence is that of its most changed number, less what the largest of so many has by chance; or that
 of all its numbers together, less what each has by chance, where more of them change by less. As they share noise they
 count as so many as would be independent.
 
-Arrays' names end with their layout: R records of a window, N numbers, F families; R2 and R3 are the line's and the
-change's shapes.
+Arrays' names end with their layout: R recorded steps of a window, N numbers, F families; R2 and R3 are the line's and
+the change's shapes.
 
-A run changed at the record with the most evidence of all families together. Training may react to a fault more than
-the fault itself changed, and some records later: so the records before that one are asked again, as long as they have
+A run changed at the recorded step with the most evidence of all families together. Training may react to a fault more
+than the fault itself changed, and some recorded steps later: so those before it are asked again, as long as they have
 enough evidence of a change of their own. What changed first there is the family that a step computes first.
 """
 
@@ -33,11 +33,11 @@ FAMILIES += ("backward", "gradients", "updates", "weights")
 # --- limits, chosen by how many first departures of `python -m benchmarks causes` are right with them; rules.py says
 # how to change one
 
-PAST = 16  # records before a change, and as many after it, that it is judged by
-LEAST_BEFORE = 3  # records before a change: a line through fewer has no noise
+PAST = 16  # recorded steps before a change, and as many after it, that it is judged by
+LEAST_BEFORE = 3  # recorded steps before a change: a line through fewer has no noise
 NOISE = 0.02  # the least noise of a number's logarithm: a change by less than 2 % means nothing
-# What logarithms are multiplied by beside that noise: of numbers that are as quiet as 0.2 %, as loud as 7 %, or as 10 %
-QUIET, LOUD, FAINT = 10.0, 0.3, 0.2
+# What logarithms are multiplied by beside that noise: of numbers that are with noise of 0.2 %, 7 % or 10 %
+QUIET, NOISY, NOISIEST = 10.0, 0.3, 0.2
 # Logarithms of likelihoods. A run changed if all families have so much together, as also many healthy runs do: by a
 # schedule, a loss scale, or by chance
 EVIDENCE = 7.5
@@ -65,7 +65,7 @@ class Departure(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A number of a run: its family and name, its values by record, and what their logarithms are multiplied by.
+    """A number of a run: its family and name, its values by recorded step, and what their logarithms are multiplied by.
 
     ``only_rises``: its fall is no change, as it follows smaller updates. ``module``: whose output it is, of numbers of
     the family "forward".
@@ -79,7 +79,7 @@ class _Number(NamedTuple):
     module: str = ""
 
     def course(self) -> Any | None:
-        """Return the logarithms by record, 0 as a thousandth of the median; None for a number with too few values."""
+        """Return the logarithms by recorded step, 0 as a thousandth of the median; None for one with too few values."""
         logarithms = np.log(np.abs(self.values))
         finite = logarithms[np.isfinite(logarithms)]
         if len(finite) <= LEAST_BEFORE:
@@ -90,7 +90,7 @@ class _Number(NamedTuple):
 
 
 def departures(record: Record) -> list[Departure]:
-    """Return what changed at the record where a run changed first, one number of a family, in the order of a step."""
+    """Return what changed at the recorded step where a run changed first: a number of each family, as a step goes."""
     with np.errstate(all="ignore"):
         numbers = [*_numbers(record)]
         ends = [*filter(None, map(_lost, numbers)), *_other_ways(record)]
@@ -104,13 +104,13 @@ def departures(record: Record) -> list[Departure]:
 
 
 def _lost(number: _Number) -> tuple[int, str] | None:
-    """Return the first record where a number is inf, or a loss NaN, and words for it."""
+    """Return the first recorded step where a number is inf, or a loss NaN, and words for it."""
     is_lost = np.isinf(number.values) | (np.isnan(number.values) & (number.name == "the loss"))
     return (int(is_lost.argmax()), f"{number.name} became inf or NaN") if is_lost.any() else None
 
 
 def _other_ways(record: Record) -> Iterator[tuple[int, str]]:
-    """Yield the first record, but for the very first, whose gradients came by another way, and words for it."""
+    """Yield the first recorded step, but for the very first, whose gradients came by another way, and words for it."""
     for step, kind, text in record.events:
         if kind == NO_TWIN and text == NO_OUTPUT and step > record.steps[0]:
             yield record.steps.index(step), "gradients no longer come through the outputs of the recorded model"
@@ -139,10 +139,10 @@ def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: An
 
 
 class _CourseChange(NamedTuple):
-    """A change of courses at a record of theirs.
+    """A change of courses at a recorded step.
 
     Attributes:
-        at: the record.
+        at: the index of that step.
         evidence_N: each number's evidence of a change.
         sizes_N: by how much its course, a logarithm, changes.
         hows_N: the place in HOWS of the shape of its change.
@@ -177,7 +177,7 @@ def _first_change(courses: Any, places: Sequence[Any], only_rises_N: Any) -> _Co
 
 
 def _changes(courses: Any, places: Sequence[Any], only_rises_N: Any) -> list[_CourseChange]:
-    """Return the change at each record that has enough records before it; see _first_change for the arguments."""
+    """Return the change at each recorded step that has enough before it; see _first_change for the arguments."""
     changes = []
     for begin in range(0, max(1, len(courses) - PAST), PAST):
         window_RN = courses[begin : begin + 2 * PAST]
@@ -188,7 +188,7 @@ def _changes(courses: Any, places: Sequence[Any], only_rises_N: Any) -> list[_Co
 
 
 def _change(window_RN: Any, at: int, places: Sequence[Any], only_rises_N: Any) -> _CourseChange:
-    """Return the change at a record of a window of courses.
+    """Return the change at a recorded step of a window of courses.
 
     Each course is a line and noise (``noise_RN``). The part of the noise that has the shape of a change (``shapes_R3``,
     in the order of HOWS, each less the line that fits it) is the change's size; the evidence compares the squares of
@@ -219,7 +219,7 @@ def _change(window_RN: Any, at: int, places: Sequence[Any], only_rises_N: Any) -
 
 
 def _family_evidence(evidence_N: Any, noise_RN: Any) -> float:
-    """Return a family's evidence, by that of its numbers, and by their noise, which has norm 1 over records."""
+    """Return a family's evidence, by that of its numbers, and by their noise, which has norm 1 over steps."""
     alike = ((noise_RN @ noise_RN.T) ** 2).sum() / len(evidence_N)  # 1 if all are independent
     together = (evidence_N - BY_CHANCE).sum() / max(alike, 1.0)
     return max(0.0, evidence_N.max() - math.log(len(evidence_N)), together)
@@ -236,12 +236,13 @@ def _numbers(record: Record) -> Iterator[_Number]:
     yield _Number("loss", "the loss over the twin's", np.where(np.isfinite(ratios), ratios, np.nan), QUIET)
     yield _Number("backward", "the loss's change along the gradients", record.scalar(SLOPE))
     for place, module in enumerate(record.modules):
-        changes = record.of_modules["own"][:, place]
+        changes = record.of_modules["output_over_input"][:, place]
         name = f"the output of {module or 'the model'} for the same batch"
-        yield _Number("forward", name, changes, FAINT, only_rises=True, module=module)
+        yield _Number("forward", name, changes, NOISIEST, only_rises=True, module=module)
     for place, parameter in enumerate(record.parameters):
         changes = record.of_parameters["change"][:, place]
-        yield _Number("backward", f"the gradient of {parameter} for the first batch", changes, FAINT, only_rises=True)
+        name = f"the gradient of {parameter} for the first batch"
+        yield _Number("backward", name, changes, NOISIEST, only_rises=True)
     sizes = {key: record.measures["rms"][:, row] for key, row in record.places.items() if key[1] in ROLE_FAMILIES}
     for (layer, role), size in sizes.items():
         family, what = ROLE_FAMILIES[role]
@@ -255,8 +256,8 @@ def _numbers(record: Record) -> Iterator[_Number]:
             by_name = {measure: values[:, place] for measure, values in measures.items()}
             yield _Number("gradients", f"the gradient of {name}", by_name["gradient"])
             if (cosines := by_name.get("twin_cosine")) is not None:
-                yield _Number("gradients", f"the gradient of {name}, beside the twin's,", 1 - cosines, FAINT)
-            yield _Number("updates", f"the update of {name}", by_name["update"], LOUD)
+                yield _Number("gradients", f"the gradient of {name}, beside the twin's,", 1 - cosines, NOISIEST)
+            yield _Number("updates", f"the update of {name}", by_name["update"], NOISY)
             yield _Number("weights", f"the weight of {name}", by_name["size"])
             written = 1e-3 + by_name["outside"] / by_name["size"]
             yield _Number("writes", f"the weight of {name}, by something else than the optimizer,", written)

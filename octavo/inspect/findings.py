@@ -28,7 +28,7 @@ SLACK = 8.0  # decibels less are enough for gradients, whose errors average out
 OUTLIERS = 0.03  # a share of a tensor's numbers: at most so many can be outliers
 GAP = 4.0  # octaves between the amax and all other numbers, from which on those above are outliers
 SUBNORMAL = 0.25  # a share of the numbers: with more of them below the smallest normal number outliers are a finding
-MOST_OF_ONE_RECORD = 2.9  # highest severity of clipping in a single record: just below a warning
+MOST_OF_ONE_RECORD = 2.9  # highest severity of clipping in a single recorded step: just below a warning
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,17 +52,17 @@ def _usual_sqnr(row: Row) -> float:
     return FORMAT_SQNR["E5M2"] - SLACK if row.role == "grad_output" else FORMAT_SQNR["E4M3"]
 
 
-def _severity(kind: str, values: Any) -> Any:
-    """Return a measure divided by its limit; for one in decibels the ratio of powers."""
+def _times_limit(kind: str, values: Any) -> Any:
+    """Return by how many times a measure exceeds its limit; for one in decibels the ratio of powers."""
     if kind == "rounded":
         return 10 ** ((values - LIMITS[kind]) / 10)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.divide(values, LIMITS[kind])
 
 
-def severities(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
-    """Return the highest severity of each row, from measures [rows]; -inf where nothing was counted."""
-    by_kind = np.stack([_severity(kind, values) for kind, values in _excess(rows, measures).items()])
+def largest_times_limit(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
+    """Return by how many times each row's worst measure exceeds its limit, [rows]; -inf where nothing was counted."""
+    by_kind = np.stack([_times_limit(kind, values) for kind, values in _excess(rows, measures).items()])
     return np.where(np.isnan(by_kind), -math.inf, by_kind).max(axis=0)
 
 
@@ -111,7 +111,7 @@ class _DiagnosedCast:
         self.index, self.row = index, record.rows[index]
         self.values = {name: values[:, index] for name, values in record.measures.items()}
         self.cast = self.row.cast
-        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each record
+        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each recorded step
         shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
         self.excess = {kind: np.where(shown[kind], over[:, index], np.nan) for kind, over in excess.items()}
 
@@ -163,13 +163,13 @@ class _DiagnosedCast:
         lasts = over[begins : begins + 3].sum() == 3
         if kind == "flushed" and self.cast.is_delayed and at == begins and lasts:
             at += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # a single outlier is over by then
-        finding = self._finding_at(kind, begins, at, severity_of(kind, float(_severity(kind, value))))
+        finding = self._finding_at(kind, begins, at, severity_of(kind, float(_times_limit(kind, value))))
         if kind == "stale" and finding.role == "input" and lasts:  # it outgrows its scale again and again
             return replace(finding, severity=max(finding.severity, OF_WARNING))
         return finding
 
     def _finding_at(self, kind: str, begins: int, at: int, severity: float) -> Finding:
-        """Return the finding, with a remedy, of a measure over its limit from record ``begins`` on, worst in ``at``."""
+        """Return the finding, with a remedy, of a measure over its limit from recorded step ``begins`` on."""
         numbers = {name: float(values[at]) for name, values in self.values.items()}
         row = self.row
         experts = self.record.experts
@@ -268,15 +268,15 @@ class _DiagnosedCast:
         return replace(finding, severity=severity_of("outliers", times))
 
     def _exponents(self, at: int | slice) -> Exponents:
-        """Return the histogram of the row's magnitudes in a record, or in each of several."""
+        """Return the histogram of the row's magnitudes in a recorded step, or in each of several."""
         return Exponents(self.record.exponents[at, self.index], np.nan_to_num(self.values["amax"][at]))
 
     def _with(self, cast: Cast, at: int) -> dict[str, LayerRule] | None:
-        """Return the rule that gives the row another cast in a record; None if no recipe can have it."""
+        """Return the rule that gives the row another cast in a recorded step; None if no recipe can have it."""
         return with_cast(self.row, self._rows(at), cast)
 
     def _rows(self, at: int) -> list[Row]:
-        """Return the rows of the layer's recipe in a record: those counted in it, and those that are never counted."""
+        """Return the rows of the layer's recipe in a recorded step: those counted in it, and those never counted."""
         is_there = np.isfinite(self.record.measures["amax"])
         rows = zip(self.record.rows, is_there[at] | ~is_there.any(axis=0), strict=True)
         return [row for row, counted in rows if counted and row.layer == self.row.layer]

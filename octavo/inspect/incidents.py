@@ -1,8 +1,8 @@
 """Findings, and the incidents that they belong to: a cause with its consequences.
 
-A finding comes before another in time, by record, and within a record as a step goes: what happened between the steps,
-the data, the layers' forward in their order, the loss, backward in the opposite order, the update, and the weights, as
-they are counted after it. An earlier finding explains a later one if it could have caused it.
+A finding comes before another in time, by recorded step, and within one as a step goes: what happened between the
+steps, the data, the layers' forward in their order, the loss, backward in the opposite order, the update, and the
+weights, as they are counted after it. An earlier finding explains a later one if it could have caused it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PART_OF_ROLE = {"input": StepPart.FORWARD, "grad_output": StepPart.BACKWARD, "we
 MOST_SEVERE = 10.0  # the severity of inf or NaN
 OF_WARNING = 3.0  # the severity from which on a finding is a warning
 MOST_LOST = 0.5  # share of a tensor's numbers: a finding with more of them lost is critical
-LEAPS = 8.0  # a measure that becomes so many times as large from one record to the next begins anew
-# a cause explains an effect that begins at most so many records after it; a cause with the trait WHOLE may take LATER
+LEAPS = 8.0  # a measure that becomes so many times as large from one recorded step to the next begins anew
+# a cause explains an effect that begins at most so many recorded steps after it; one with the trait WHOLE takes LATER
 SOON, LATER, NEVER = 2, 10, -1
 
 
@@ -185,7 +185,7 @@ def worst_stretch(over: Any, values: Any) -> tuple[int, int]:
 
 
 class ReachRule(NamedTuple):
-    """A rule that says within how many records of its begin a cause explains an effect; NEVER: it does not."""
+    """A rule that says within how many recorded steps of its begin a cause explains an effect; NEVER: it doesn't."""
 
     name: str
     holds: bool  # whether the rule is about a cause and an effect
@@ -199,8 +199,8 @@ def reach_rule(cause: Finding, effect: Finding, records: int, is_first: bool) ->
 
     Args:
         cause, effect: two findings.
-        records: how many records later than the cause the effect begins.
-        is_first: whether the cause is there in the first record.
+        records: how many recorded steps later than the cause the effect begins.
+        is_first: whether the cause is there in the first recorded step.
     """
     traits = KINDS[cause.kind].traits
     effect_traits = KINDS[effect.kind].traits
@@ -223,12 +223,13 @@ def reach_rule(cause: Finding, effect: Finding, records: int, is_first: bool) ->
         # a single bad batch explains inputs that are clipped in its step, even if it is a note and they are not, but
         # nothing much later
         ReachRule("fault of a step", harms_all and is_over_soon, SOON),
-        # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten records later
+        # a rate that rises explains a loss that rises, and amaxes that outgrow their scales ten recorded steps
+        # later
         ReachRule("fault of the whole training", harms_all, LATER),
         # an input that is flushed explains the next layers' flushed inputs, and may get worse through the layers of its
-        # step; but what the first record has already explains nothing new
+        # step; but what the first recorded step has already explains nothing new
         ReachRule("same fault in other layers", is_alike and (records == 0 or not is_milder_cast), SOON),
-        # a gradient of which little is clipped explains none that is clipped more a record later
+        # a gradient of which little is clipped explains none that is clipped more a recorded step later
         ReachRule("milder cast", is_milder_cast, NEVER),
         # a clipped weight explains its layer's flushed gradients; but a slope that never was 1, a note without a layer,
         # explains no leap of gradients
@@ -248,7 +249,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         return bisect_left(record.steps, step)
 
     def order(finding: Finding) -> tuple[int, int, int, int]:
-        """Return what sorts findings as a run goes: record, part of the step, layer."""
+        """Return what sorts findings as a run goes: recorded step, part of the step, layer."""
         part = KINDS[finding.kind].part
         place = layers.get(finding.layer, -1)
         if finding.role == "grad_output":

@@ -26,7 +26,7 @@ def find_smaller_batches(run: Training, batch_shrinks: Rule) -> Iterator[Hit]:
 
 
 def find_bad_losses(run: Training, loss_is_nonfinite: Rule) -> Iterator[Hit]:
-    """Yield the first loss that is inf or NaN, if no layer has one in its record."""
+    """Yield the first loss that is inf or NaN, if no layer has one in its recorded step."""
     for step in run.bad_losses[:1]:
         if step <= run.steps[-1] and not (run.record.measures["nonfinite"][bisect_left(run.steps, step)] > 0).any():
             yield Hit(loss_is_nonfinite, step, math.inf)
@@ -77,7 +77,7 @@ def find_nonfinite_weights(run: Training, made_by_update: Rule, made_by_updates:
 
 
 def _first_nonfinite(run: Training) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield the first record with inf or NaN, if any has one, and by role the places of layers that have one in it."""
+    """Yield the first recorded step with inf or NaN, if any, and by role the places of layers that have one in it."""
     faulty = run.record.measures["nonfinite"] > 0
     if (at := first_true(faulty)) is not None:
         rows = [run.record.rows[place] for place in np.flatnonzero(faulty[at])]
@@ -101,11 +101,11 @@ def find_underflow(run: Training, gradients_underflow: Rule, labels_ignored: Rul
         yield Hit(rule, run.steps[at], CERTAIN, texts)
 
 
-BUSY = 16  # the last record's tokens for each expert: with fewer an expert may get none by chance
+BUSY = 16  # the last recorded step's tokens for each expert: with fewer an expert may get none by chance
 
 
 def find_idle_experts(run: Training, expert_is_idle: Rule) -> Iterator[Hit]:
-    """Yield experts that get no tokens up to the last record."""
+    """Yield experts that get no tokens up to the last recorded step."""
     for load in run.record.loads():
         for expert, step in load.idle.items():
             if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= BUSY * len(load.tokens):
@@ -137,7 +137,7 @@ TURNED = 0.5
 
 
 def find_new_backward(run: Training, new_backward: Rule) -> Iterator[Hit]:
-    """Yield the first record where backward of the same batch gives other gradients, by more than the past explains.
+    """Yield the first recorded step whose gradients of the same batch are others, by more than the past explains.
 
     The layer is the last one whose gradient does: where backward begins to differ.
     """
@@ -162,7 +162,7 @@ def _backward_leaps(run: Training) -> Any:
     changes = run.record.of_parameters["change"]
     most, least = earlier(changes, np.nanmax), earlier(changes, np.nanmin)
     leaps = changes / (most + 2 * (most - least)) / run.weights_changed.max(axis=1, keepdims=True)
-    leaps[: FEW + 1] = 0  # too few earlier records to compare with
+    leaps[: FEW + 1] = 0  # too few earlier recorded steps to compare with
     leaps[run.forward_leaps.max(axis=1, initial=0.0) > OUTPUT_LEAP] = 0
     return np.where(changes > TURNED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 

@@ -191,7 +191,7 @@ def _where_it_rises(losses: Any, near: int) -> tuple[int, bool]:
 
 
 def _growth(run: Training, at: int) -> dict[str, float]:
-    """Return by how many times a layer's input, or the last gradient of an output, is larger from a record on."""
+    """Return by how many times a layer's input, or the last output's gradient, is larger from a recorded step on."""
     names = {(layer, "input"): f"the input of {layer}" for layer in run.layers}
     names[run.layers[-1], "grad_output"] = f"the gradient of {run.layers[-1]}'s output"
     sizes = np.stack([run.measure("rms", *where) for where in names], 1)
@@ -258,7 +258,7 @@ def find_changed_gradients(run: Training, gradients_changed: Rule) -> Iterator[H
 
 
 def find_slope(run: Training, slope_leaves: Rule, slope_is_off: Rule) -> Iterator[Hit]:
-    """Yield the first of some records in a row whose slope is further from 1 than all before; or one that never was 1.
+    """Yield the first of a few recorded steps whose slope is further from 1 than all before; or one that never was 1.
 
     By the limit, and by more than twice what all before differ by, as experts' routing jumps.
     """

@@ -103,14 +103,14 @@ def find_written(run: Training, weight_written: Rule, weights_written: Rule, wei
 def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Iterator[Hit]:
     """Yield gradients of all layers that leap, or that fall."""
     grown = run.leaps
-    # of most layers; over the largest of earlier records too, as gradients of noisy batches often leap over the median
-    typical, at_most, outputs = (np.nanmedian(x, axis=1) for x in (grown.gradients, grown.highest, grown.outputs))
+    # of most layers; over the largest of earlier ones too, as gradients of noisy batches often leap over the median
+    typical, over_largest, outputs = (np.nanmedian(x, axis=1) for x in (grown.gradients, grown.highest, grown.outputs))
     fallen = np.fmin(typical, np.maximum(grown.norms, outputs))  # clipping makes up for a fall
-    # at once, but for half a step before it, and for the next records too
+    # within one recorded step, of which the one before may have taken half; and it lasts FEW more
     falls = fallen < 2 * np.roll(fallen, 1) / gradients_fall.limit
-    for distance in range(FEW + 1):  # the first records, nan, roll to the end: False
+    for distance in range(FEW + 1):  # the first recorded steps, nan, roll to the end: False
         falls &= np.roll(fallen, -distance) < 1 / gradients_fall.limit
-    if (over := (typical > gradients_leap.limit) & ~(at_most < gradients_leap.limit / 2)).any():
+    if (over := (typical > gradients_leap.limit) & ~(over_largest < gradients_leap.limit / 2)).any():
         yield _leap(run, gradients_leap, over, np.nan_to_num(typical))
     elif (at := first_true(falls)) is not None:
         share = float(fallen[at])
@@ -120,13 +120,13 @@ def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clippe
         yield Hit(rule, run.steps[at], times, texts, worst=run.steps[at + FEW], numbers={"times": share})
 
 
-LEAP_BEGINS = 1.2  # gradients over the median before: from the record on in which they have more a leap goes on
+LEAP_BEGINS = 1.2  # gradients over the median before: from the recorded step on with more a leap goes on
 
 
 def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
     """Return the hit of gradients ``times_of`` times as large as earlier ones.
 
-    It begins in the record with the largest part of the leap.
+    It begins in the recorded step with the largest part of the leap.
     """
     begins, worst = worst_stretch(over, times_of)
     while begins > 2 and times_of[begins - 1] > LEAP_BEGINS:
@@ -176,7 +176,7 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
 
 
 def _stopped_weights(run: Training) -> dict[int, list[int]]:
-    """Return the places of weights that should change and don't, by the record from which on they don't."""
+    """Return the places of weights that should change and don't, by the recorded step from which on they don't."""
     gradients = run.weights["gradient"]
     count = len(run.layers)
     still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)  # rounding may lose a master's updates
@@ -186,7 +186,7 @@ def _stopped_weights(run: Training) -> dict[int, list[int]]:
     trains = min(run.rate.values[-FEW:], default=0) > 0 and not rounding_stops_them
     lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
     places_by_record: dict[int, list[int]] = {}
-    # in a record or two an expert may get no tokens
+    # in a recorded step or two an expert may get no tokens
     for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
         at = int(lasts[:, place].argmax())
         # else it may be frozen by choice, as in "all blocks frozen"

@@ -6,9 +6,9 @@ A killed run leaves a readable record, too. Rank 0's Recorder writes it by a Rec
     rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
     recipes.json        the model's recipes by layer, as octavo.recipes.load reads them: written with rows
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
-                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weight_updates.py), the
-                        same of others, parameters by name; where a twin ran, twin [weights, 3] (products.py), and
-                        outputs [modules, 4] and gradients [parameters, 2], by name (module_outputs.py); for experts
+                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weight_updates.py),
+                        others (names), others_moved [others, 18]; where a twin ran, twin [weights, 3] (products.py),
+                        and outputs [modules, 4] and gradients [parameters, 2], by name (module_outputs.py); for experts
                         also the arrays of recorder.arrays_of
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
@@ -142,7 +142,7 @@ class OfExperts(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """The tokens of each expert of a layer in the last record, and the recorded steps since which some got none."""
+    """The tokens of each expert of a layer in the last recorded step, and since which recorded step some got none."""
 
     name: str
     layer: str
@@ -150,14 +150,14 @@ class Load:
     idle: dict[int, int]  # {expert: the recorded step since which it got none}
 
     @property
-    def largest_share(self) -> float:
+    def largest_over_mean(self) -> float:
         """The tokens of the expert with the most tokens, divided by the mean."""
         return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
 
     def __str__(self) -> str:
         number, most = len(self.tokens), max(self.tokens)
         load = f"{self.name}: {number} experts, {min(self.tokens)} to {most}"
-        load += f", expert {self.tokens.index(most)} {self.largest_share:.2g} times the mean"
+        load += f", expert {self.tokens.index(most)} {self.largest_over_mean:.2g} times the mean"
         return load + "".join(f"; {expert} none from step {step}" for expert, step in self.idle.items())
 
 
@@ -308,7 +308,8 @@ def _record_in(folder: Path) -> Record:
     return counts.record(list(files), *_steps(folder))
 
 
-_NAMES = {"others": "others_moved", "modules": "outputs", "parameters": "gradients"}  # arrays of names: of their sums
+# {array of names: array with a row for each name}
+SUMS_OF_NAMES = {"others": "others_moved", "modules": "outputs", "parameters": "gradients"}
 
 
 class _RecordedCounts:
@@ -327,7 +328,7 @@ class _RecordedCounts:
         self.of_worst = {name: values.copy() for name, values in self.of_rows.items()} if self.tokens else self.of_rows
         self.worst_expert, self.beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
         self.moved, self.twins = (np.zeros((steps, len(self.layers), count)) for count in (len(MOVED), 3))
-        self.by_name = {names: dict[str, Any]() for names in _NAMES}
+        self.by_name = {names: dict[str, Any]() for names in SUMS_OF_NAMES}
 
     def read(self, at: int, rows: Sequence[Row], arrays: Mapping[str, Any]) -> None:
         """Read the arrays of a recorded step that counts these rows."""
@@ -345,7 +346,7 @@ class _RecordedCounts:
         self.moved[at, columns] = arrays["moved"]
         if "twin" in arrays:
             self.twins[at, columns] = arrays["twin"]
-        for names, sums in _NAMES.items():
+        for names, sums in SUMS_OF_NAMES.items():
             for name, values in zip(arrays[names], arrays[sums], strict=True) if sums in arrays else ():
                 self.by_name[names].setdefault(str(name), np.zeros((len(self.moved), len(values))))[at] = values
 
@@ -379,11 +380,12 @@ class _RecordedCounts:
 def output_changes(sums: Any) -> dict[str, Any]:
     """Return by how much modules' outputs of one batch changed, [steps, modules], from counts [steps, modules, 4].
 
-    "output": the change over the output's size; "own": that over the change of the input, where it has one.
+    "output": the change over the output's size; "output_over_input": that over the
+    change of the input, where it has one.
     """
     input_change, output_change = relative_change(sums[..., :2]), relative_change(sums[..., 2:])
     least = np.fmax(np.nan_to_num(input_change, nan=1.0), LEAST_INPUT_CHANGE)
-    return {"output": output_change, "own": output_change / least}
+    return {"output": output_change, "output_over_input": output_change / least}
 
 
 def relative_change(squares: Any) -> Any:

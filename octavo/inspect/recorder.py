@@ -2,7 +2,7 @@
 
 Of a recorded step the modules' casts are counted in a Table (rows.py) as they compute. Updates (weight_updates.py)
 reads the weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At
-the step's end ``_count`` adds these up over ranks, and ``_read`` sends them to the host, with the scalars and the
+the step's end ``_count`` adds these up over ranks, and ``_send`` sends them to the host, with the scalars and the
 numbers that a DeviceEvent is decided by. When they have arrived, in a later step, ``_write`` hands the Twin what
 decides whether later steps have a control, and writes them by the RecordWriter. Who writes which file stands in
 record.py.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks
 from octavo.in_flight import InFlight
-from octavo.inspect.findings import severities
+from octavo.inspect.findings import largest_times_limit
 from octavo.inspect.first_batch import OUTPUTS
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
@@ -60,7 +60,7 @@ class _Noted(NamedTuple):
     value: Scalar
 
 
-class _Reading(NamedTuple):
+class _Sent(NamedTuple):
     """Numbers on their way to the host: the counts of a recorded step, and what the steps until then noted."""
 
     step: int
@@ -151,7 +151,7 @@ class Recorder:
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
         self._noted: list[_Noted] = []
-        self._readings: list[_Reading] = []
+        self._sent: list[_Sent] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
@@ -185,9 +185,9 @@ class Recorder:
             self._switches += 1
         if self._is_recorded:
             counts = self._count(comparison) if self._table.rows else {}
-            self._read(counts, None if comparison is None else comparison.outputs)
-        while self._readings and self._readings[0].in_flight.has_arrived:
-            self._write(self._readings.pop(0))
+            self._send(counts, None if comparison is None else comparison.outputs)
+        while self._sent and self._sent[0].in_flight.has_arrived:
+            self._write(self._sent.pop(0))
         self._step += 1
         self._begin()
 
@@ -210,10 +210,10 @@ class Recorder:
         if self._twin is not None:
             self._twin.close()
         if self._noted:
-            self._read({})
-        for reading in self._readings:
-            self._write(reading)
-        self._readings = []
+            self._send({})
+        for sent in self._sent:
+            self._write(sent)
+        self._sent = []
 
     def __enter__(self) -> Recorder:
         return self
@@ -302,7 +302,7 @@ class Recorder:
         outputs = comparison.outputs
         return counts if outputs is None else counts | {"outputs": outputs.sums, "samples": outputs.values}
 
-    def _read(self, counts: Mapping[str, Tensor], outputs: OutputChanges | None = None) -> None:
+    def _send(self, counts: Mapping[str, Tensor], outputs: OutputChanges | None = None) -> None:
         """Send a recorded step's counts, and what the steps until it noted, on their way to the host."""
         noted, self._noted = self._noted, []
         if self._writer is None:
@@ -311,24 +311,24 @@ class Recorder:
         on_device = [each.value.double() for each in noted if isinstance(each.value, Tensor)]
         values = torch.stack(on_device) if on_device else self._table.sums.new_zeros(0, dtype=torch.float32)
         in_flight = InFlight(*counts.values(), values)
-        reading = _Reading(self._step, self._table, noted, tuple(counts), in_flight, self._others, outputs)
-        self._readings.append(reading)
+        sent = _Sent(self._step, self._table, noted, tuple(counts), in_flight, self._others, outputs)
+        self._sent.append(sent)
 
-    def _write(self, reading: _Reading) -> None:
-        """Write the numbers of a reading when they have arrived, and call ``on_record`` with them."""
-        *tensors, values = reading.in_flight.wait()
-        counts = dict(zip(reading.names, tensors, strict=True))
+    def _write(self, sent: _Sent) -> None:
+        """Write the numbers that were sent when they have arrived, and call ``on_record`` with them."""
+        *tensors, values = sent.in_flight.wait()
+        counts = dict(zip(sent.names, tensors, strict=True))
         if self._writer is None:
             return
         if self._twin is not None and "twin" in counts:
             self._twin.arrived(counts["twin"], counts["moved_loss"])
-        scalars, events = self._scalars_and_events(reading.noted, values)
+        scalars, events = self._scalars_and_events(sent.noted, values)
         with self._or_ends():
             self._writer.add_lines(*events, *({"step": step, **of_step} for step, of_step in scalars.items()))
             if counts:
-                arrays = self._write_counts(self._writer, reading, counts)
+                arrays = self._write_counts(self._writer, sent, counts)
                 if self.on_record is not None:
-                    scalars.setdefault(reading.step, {}).update(_by_name(reading.table.rows, arrays))
+                    scalars.setdefault(sent.step, {}).update(_by_name(sent.table.rows, arrays))
         if self.on_record is not None:
             for step, of_step in scalars.items():
                 self.on_record(step, of_step)
@@ -346,26 +346,26 @@ class Recorder:
                 events.append({"step": step, "event": what.kind, "text": what.text.format(value)})
         return scalars, events
 
-    def _write_counts(self, writer: RecordWriter, reading: _Reading, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _write_counts(self, writer: RecordWriter, sent: _Sent, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Write the counts of a recorded step, and what they belong to where that changed; return its arrays."""
-        self._say_unwatched(writer, reading.step, tensors["moved"])
-        if self._written is not reading.table:
-            rows = [row.as_dict() for row in reading.table.rows]
-            writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows, indent=1))
-            self._written = reading.table
+        self._say_unwatched(writer, sent.step, tensors["moved"])
+        if self._written is not sent.table:
+            rows = [row.as_dict() for row in sent.table.rows]
+            writer.write(f"rows-{sent.step:08d}.json", json.dumps(rows, indent=1))
+            self._written = sent.table
             if self._recipes is not None:
                 writer.write(RECIPES_FILE, to_json(self._recipes))
         counts = {name: tensor.numpy() for name, tensor in tensors.items()}
-        layers = len(reading.table.layers)
-        arrays = arrays_of(reading.table.rows, counts["sums"], counts["extremes"])
+        layers = len(sent.table.layers)
+        arrays = arrays_of(sent.table.rows, counts["sums"], counts["extremes"])
         arrays["moved"] = counts["moved"][:layers]
         arrays |= {"twin": counts["twin"]} if "twin" in counts else {}
-        if reading.outputs is not None:
-            arrays |= reading.outputs.arrays(counts["outputs"])
-            samples = {"lengths": reading.outputs.lengths, "values": counts["samples"], **reading.outputs.names()}
+        if sent.outputs is not None:
+            arrays |= sent.outputs.arrays(counts["outputs"])
+            samples = {"lengths": sent.outputs.lengths, "values": counts["samples"], **sent.outputs.names()}
             writer.write_arrays(OUTPUTS, samples)
-        arrays |= {"others": np.array(reading.others, dtype=str), "others_moved": counts["moved"][layers:]}
-        writer.add_counts(reading.step, arrays)
+        arrays |= {"others": np.array(sent.others, dtype=str), "others_moved": counts["moved"][layers:]}
+        writer.add_counts(sent.step, arrays)
         return arrays
 
     def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
@@ -407,7 +407,7 @@ def _by_name(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]
     }
 
 
-_TOKENS_FROM = ("grad_output", "input", "weight")
+_TOKENS_FROM = ("grad_output", "input", "weight")  # roles, the first preferred
 
 
 def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
@@ -428,14 +428,15 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
     if not rows_of_experts:
         return arrays
     row_of_line = [row for row in rows for _ in range(row.experts or 1)]
-    severity = severities(measures_of(row_of_line, counts[:, : len(Counted.sums)], extremes), row_of_line)
-    worst_lines = np.array([lines.start + severity[lines].argmax() for _, lines in rows_of_experts])
-    beyond = [(severity[lines] > 1).sum() for _, lines in rows_of_experts]
+    times_limit = largest_times_limit(measures_of(row_of_line, counts[:, : len(Counted.sums)], extremes), row_of_line)
+    worst_lines = np.array([lines.start + times_limit[lines].argmax() for _, lines in rows_of_experts])
+    beyond = [(times_limit[lines] > 1).sum() for _, lines in rows_of_experts]
     arrays |= _counts("worst_", counts[worst_lines], extremes[worst_lines])
     arrays["worst"] = np.stack([worst_lines - [lines.start for _, lines in rows_of_experts], beyond], 1)
     candidates: dict[str, list[tuple[Any, ...]]] = {}
-    for row, lines in rows_of_experts:  # tokens are counted from a row that was cast; if possible from grad_output's:
-        order = not counts[lines, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
+    # Tokens are counted from a row that was cast, best grad_output's: it is cast once however often forward runs
+    for row, lines in rows_of_experts:
+        order = not counts[lines, 0].any(), _TOKENS_FROM.index(row.role)
         candidates.setdefault(row.layer, []).append((*order, lines.start, counts[lines, 0] / row.features))
     tokens = [np.rint(min(counted, key=lambda each: each[:3])[-1]) for counted in candidates.values()]
     return arrays | {"tokens": np.concatenate(tokens).astype("int64")}

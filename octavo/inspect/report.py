@@ -29,7 +29,7 @@ from octavo.scaling.recipe import ROLES
 EffectRows = Sequence[Mapping[str, Any]]  # the rows of a WhatIf
 STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, compared with another run
 EFFECTS_SHOWN = 3  # how many consequences of a finding are printed
-COLUMNS = 160  # at most of a heat map; of more records it shows the worst of each few
+COLUMNS = 160  # at most of a heat map; of more recorded steps it shows the worst of each few
 POINTS = 1000  # at most of a curve
 HEAT = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # (factor, which is worst)
 
@@ -103,7 +103,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
         lines += [f"    {state}: {finding.level}, {_title(finding)}" for state, finding in changed if state != "same"]
     if loads := record.loads():
         lines += ["", "tokens of experts in the last record, worst balanced first"]
-        lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_share, reverse=True)[:top]]
+        lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_over_mean, reverse=True)[:top]]
         if len(loads) > top:
             lines.append(f"    and {len(loads) - top} more")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """The rules on a training: for each fault a row with its kind, limit, test, sentence and remedy.
 
-A test yields hits of all rows that name it, which it gets as arguments by the rows' names; see training.py. Tests don't
-depend on each other: where the hit of one explains those of a row, the row says ``unless``. A comment before a row says
-what its limit is compared with.
+A test yields hits of all rows that name it, which it gets as arguments by the rows' names; see training.py. These rows
+must stand beside each other. Tests don't depend on each other: where the hit of one explains those of a row, the row
+says ``unless``. A comment before a row says what its limit is compared with.
 
 Limits, here and in the other files that judge a record, were chosen by how many first findings of `python -m benchmarks
 causes` are right with them, and how many of its healthy runs have one above a note. To change one, run

@@ -1,8 +1,8 @@
 """A training's numbers, for the tests that look for faults in them; a fault's rule, and a hit: where it was found.
 
 What the tests say, and by which limits, is in rules.FAULT_RULES. They lie by what they read: of_steps.py,
-of_weights.py, of_layers.py. Most compare a quantity with its own earlier records, with other layers' in the same step,
-or with what another quantity allows: an optimizer's step with the weight, a moment with the gradient.
+of_weights.py, of_layers.py. Most compare a quantity with itself in earlier recorded steps, with other layers' in the
+same step, or with what another quantity allows: an optimizer's step with the weight, a moment with the gradient.
 
 Limits here and beside the tests were chosen as those of rules.py, which says how to change one.
 """
@@ -19,12 +19,12 @@ from octavo.inspect.incidents import KINDS, ONCE, Finding, level_of, severity_of
 from octavo.inspect.record import Record, np
 from octavo.inspect.weight_updates import GROUP
 
-RECORDS_BEFORE = 8  # a measure is compared with the median of so many earlier records
-FEW = 3  # a fault has to last for so many records, or steps
-CERTAIN = 8.0  # a measure over its limit: of a fault that has no measure, as it is one or not
+RECORDS_BEFORE = 8  # a measure is compared with the median of so many earlier recorded steps
+FEW = 3  # a fault has to last for so many recorded steps, or steps
+CERTAIN = 8.0  # what a Hit reports as times its limit where a fault has no measure
 LIKELY = 4.0  # the same, of what may be no fault
-# a change of a weight over three times what explains it: the updates of the steps since the last record, all in one
-# direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
+# a change of a weight over three times what explains it: the updates of the steps since the last recorded one, all
+# in one direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
 EXPLAINED = 3
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
 CHANGED = 0.1  # the change of a module's output over its size: one that changes by less means nothing
@@ -120,7 +120,7 @@ class Training:
         weights: {measure: [records, names]}; its "size" is a weight's root mean square, by its sampled numbers.
         rms: the root mean square of layers' weights by all numbers, [records, layers].
         norms: of all gradients together, [records].
-        gaps: how many steps after the record before each record is, [records, 1].
+        gaps: how many steps each recorded step is after the one before, [records, 1].
     """
 
     def __init__(self, record: Record) -> None:
@@ -146,26 +146,26 @@ class Training:
         return Series(*self.record.scalars.get(name, ([], [])))
 
     def filled(self, name: str) -> Series:
-        """Return a number's steps and values; of an option, which is written where it changes, those of all records."""
+        """Return a number's steps and values; of an option, written where it changes, at all recorded steps."""
         series = self.scalar(name)
         if GROUP not in name or len(series.values) == len(self.steps):
             return series
         return Series(self.steps, self.record.last(name).tolist())
 
     def measure(self, name: str, layer: str, role: str) -> Any:
-        """Return a measure of a layer's role by record; nan where there is none."""
+        """Return a measure of a layer's role by recorded step; nan where there is none."""
         place = self.places.get((layer, role))
         return np.full(len(self.steps), np.nan) if place is None else self.record.measures[name][:, place]
 
     @property
     def rates_between(self) -> Any:
-        """The sum of the learning rates of the steps between each record and the one before, [records, 1]."""
+        """The sum of the learning rates of the steps between each recorded step and the one before, [records, 1]."""
         sums = np.cumsum([0.0, *self.rate.values])
         begins = np.searchsorted(self.rate.steps, [self.steps[0], *self.steps[:-1]], "right")
         return (sums[np.searchsorted(self.rate.steps, self.steps)] - sums[begins])[:, None]
 
     def loss_scale(self, at: int) -> str:
-        """Return the loss scale of a record in words, nothing where none is recorded."""
+        """Return the loss scale of a recorded step in words, nothing where none is recorded."""
         scale = self.record.last("loss_scale")[at]
         return f" of {scale:.3g}" if math.isfinite(scale) else ""
 
@@ -194,34 +194,35 @@ class Training:
     def forward_leaps(self) -> Any:
         """Factors by which each module's output of the same batch changed more than ever: [records, modules].
 
-        The least of its change, and its change over its input's, by earlier ones; over that of weights inside of it.
-        0 where it means nothing.
+        The smaller of two ratios to the largest earlier value (output change; output change over input change),
+        divided by weights_changed of the weights inside. 0 where it means nothing.
         """
         if not self.record.modules:
             return np.zeros((len(self.steps), 0))
         changes = self.record.of_modules
-        leaps = np.fmin(*(changes[name] / earlier(changes[name], np.nanmax) for name in ("own", "output")))
+        names = "output_over_input", "output"
+        leaps = np.fmin(*(changes[name] / earlier(changes[name], np.nanmax) for name in names))
         is_part = np.array([[is_inside(name, module) for name in self.names] for module in self.record.modules])
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
-        leaps[:FEW] = 0  # too few earlier records to compare with
+        leaps[:FEW] = 0  # too few earlier recorded steps to compare with
         return np.where(changes["output"] > CHANGED, np.nan_to_num(leaps, posinf=1e30), 0.0)
 
     @cached_property
     def rates_by_record(self) -> Any:
-        """The learning rate at each record, [records, 1]; 1 where it is 0 or was not recorded."""
+        """The learning rate at each recorded step, [records, 1]; 1 where it is 0 or was not recorded."""
         rates = self.record.last(self.rate_name)[:, None]
         return np.where(rates > 0, rates, 1.0)
 
     @cached_property
     def usual_updates(self) -> Any:
-        """The median of earlier updates, [records, names], as large as this record's rate makes them."""
+        """The median of earlier updates, [records, names], as large as this step's rate makes them."""
         return earlier(self.weights["update"] / self.rates_by_record) * self.rates_by_record
 
     @cached_property
     def largest_moves(self) -> Any:
-        """The most by which the optimizer may have moved weights since the last record's update, [records, names].
+        """The most by which the optimizer may have moved weights since the last recorded update, [records, names].
 
-        Each number by an update a step, all in one direction: this record's, the last one's, or the usual one.
+        Each number by an update a step, all in one direction: this recorded step's, the last one's, or the usual one.
         """
         updates = self.weights["update"]
         per_rate = np.fmax(updates, np.nan_to_num(self.usual_updates)) / self.rates_by_record
@@ -254,7 +255,7 @@ class Training:
 
     @cached_property
     def leaps(self) -> Leaps:
-        """The factors by which updates, gradients and norms grow over those of earlier records."""
+        """The factors by which updates, gradients and norms grow over those of earlier recorded steps."""
         updates = self.weights["update"]
         # of inf there is no factor: another test's
         gradients = np.where(np.isinf(self.weights["gradient"]), np.nan, self.weights["gradient"])
@@ -273,17 +274,17 @@ class Training:
         for factors in leaps:
             factors[is_written] = np.nan
         for factors in leaps[1:]:
-            factors[:FEW] = np.nan  # too few earlier records to compare with
+            factors[:FEW] = np.nan  # too few earlier recorded steps to compare with
         return leaps
 
 
 class Leaps(NamedTuple):
-    """The factors by which numbers grow over those of earlier records, nan where there are too few.
+    """The factors by which numbers grow over those of earlier recorded steps, nan where there are too few.
 
     Attributes:
         updates: [records, names].
         gradients: as the optimizer gets them, [records, names].
-        highest: such gradients over the largest of those records, not their median, [records, layers].
+        highest: such gradients over the largest of those steps, not their median, [records, layers].
         norms: of all gradients together, before they are clipped, [records].
         outputs: of the gradients of layers' outputs, [records, layers]: no clipping and no loss scale changes these.
     """
@@ -296,7 +297,7 @@ class Leaps(NamedTuple):
 
 
 def earlier(values: Any, statistic: Any = None) -> Any:
-    """Return the median (or another ``statistic``) of up to RECORDS_BEFORE earlier records; nan for the first two."""
+    """Return the median (or another ``statistic``) of the last RECORDS_BEFORE recorded steps; nan for the first two."""
     statistics = np.full(values.shape, np.nan)
     for at in range(2, len(values)):
         statistics[at] = (statistic or np.nanmedian)(values[max(0, at - RECORDS_BEFORE) : at], axis=0)
@@ -304,12 +305,12 @@ def earlier(values: Any, statistic: Any = None) -> Any:
 
 
 def of_last(values: Any) -> Any:
-    """Return the values of the record before each record, [records, ...]; nan for the first record."""
+    """Return the values of the recorded step before each, [records, ...]; nan for the first."""
     return np.concatenate([np.full_like(values[:1], np.nan), values[:-1]])
 
 
 def first_true(is_true: Any) -> int | None:
-    """Return the first record where something is true, of [records, ...]; None where nothing is."""
+    """Return the first recorded step where something is true, of [records, ...]; None where nothing is."""
     by_record = is_true.reshape(len(is_true), -1).any(axis=1)
     return int(by_record.argmax()) if by_record.any() else None
 

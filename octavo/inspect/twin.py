@@ -308,26 +308,27 @@ class Twin:
         if is_after_closure:  # where the optimizer moved weights for the closure, gradients are of its forwards alone
             calls = [call for call in calls if not call.weights_written_since(self._model)]
         left, layers = self._left, self._layers
-        if not (trained := [p for p in self._model.parameters() if p.grad is not None]):
+        with_gradient = [p for p in self._model.parameters() if p.grad is not None]
+        if not with_gradient:
             if calls:
                 self.reason = self.reason or IN_BACKWARD
             return  # such as an update before the first step that makes the optimizer's state
         self.end()
-        self.reason = self._reason_against(calls, trained)
+        self.reason = self._reason_against(calls, with_gradient)
         if self._has_reason():
             return
         comparison = None
         with self._or_reason():
-            comparison = self._compared(calls, layers, trained, left)
+            comparison = self._compared(calls, layers, with_gradient, left)
         self._comparison = None if self._has_reason() else comparison
 
     def _compared(
-        self, calls: list[Call], layers: Sequence[RecordedLayer], trained: Sequence[Tensor], left: Tensor | None
+        self, calls: list[Call], layers: Sequence[RecordedLayer], with_gradient: Sequence[Tensor], left: Tensor | None
     ) -> Comparison | None:
         """Run a step's twin, and its control where one is needed; return the comparison, None where a run failed."""
         weights: _LayerWeights = [weight_of(module) for module, _ in layers]
         has_others = all(weight is None or weight.grad is None for weight in weights)
-        weights = [*weights, *trained] if has_others else weights
+        weights = [*weights, *with_gradient] if has_others else weights
         if (twin := self._run(calls, weights, recipes.high_precision(), is_twin=True)) is None:
             return None
         zero, one = torch.zeros_like(twin.loss_change), torch.ones_like(twin.loss_change)  # the step is like itself
@@ -338,7 +339,9 @@ class Twin:
         needs_control = self._ranks.any(is_first or self._needs_controls)
         if (fp8 := self._run_control(calls, weights, layers, twin) if needs_control else of_step) is None:
             return None
-        first_cosines = self._first_cosines = fp8.cosines if self._first_cosines is None else self._first_cosines
+        if self._first_cosines is None:
+            self._first_cosines = fp8.cosines
+        first_cosines = self._first_cosines
         lowest = fp8.cosines.masked_fill(first_cosines < REPRODUCED_COSINE, 1.0).min()
 
         # nan where the first recorded step's gradients were not its control's, as what is compared is unknown then
@@ -351,7 +354,7 @@ class Twin:
             others=known.others[0] if has_others else None,
             loss_change=change,
             loss=loss,
-            has_scale=any(call.forward.is_float16 for call in calls) or _has_scale(trained),
+            has_scale=any(call.forward.is_float16 for call in calls) or _has_scale(with_gradient),
             reproduced=first_cosines[-1] if is_first else None,
             lowest_cosine=lowest if needs_control and not is_first else None,
             share_left=self._share_left(squares_left, of_step.products, layers),
@@ -375,9 +378,9 @@ class Twin:
         moved = (run.loss_change / twin.loss_change).abs()
         return _StepInFP8(products, twin.loss_change - run.loss_change, moved, cosines)
 
-    def _reason_against(self, calls: Sequence[Call], trained: Sequence[Tensor]) -> str:
+    def _reason_against(self, calls: Sequence[Call], with_gradient: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""
-        if any(type(on_this_rank(p.grad)) is not Tensor for p in trained if p.grad is not None):
+        if any(type(on_this_rank(p.grad)) is not Tensor for p in with_gradient if p.grad is not None):
             return IN_BACKWARD
         if not calls:
             return self.reason or NO_OUTPUT
@@ -386,8 +389,8 @@ class Twin:
     def _share_left(self, squares: Tensor, products: Products, layers: Sequence[RecordedLayer]) -> Tensor:
         """Return Comparison.share_left, by the squares of gradients' norms before the step's first backward."""
         assert self._optimizer is not None
-        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        trained_layers = [at for at, (module, _) in enumerate(layers) if id(weight_of(module)) in trained]
+        in_optimizer = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        trained_layers = [at for at, (module, _) in enumerate(layers) if id(weight_of(module)) in in_optimizer]
         left_of_trained = sum((squares[at] for at in trained_layers), torch.zeros_like(squares[0]))
         return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products.norm_squares.sum()).sqrt())
 

@@ -208,7 +208,7 @@ class _Judge:
     def gradients_change_alone(self, finding: Finding, at: int) -> bool:
         """Return whether gradients change in FP8 as a finding says, and by less than its square root in the twins.
 
-        A layer's gradient must differ from the twin's by that record; of a frozen layer, its own.
+        A layer's gradient must differ from the twin's by that recorded step; of a frozen layer, its own.
         """
         # a frozen layer's own gradient, flushed to 0, has no direction in common with the twin's; another layer's that
         # differs explains nothing, as where code detached this one
@@ -340,7 +340,7 @@ def _first_beyond(distances: Any) -> _Difference | None:
 
 
 def _factor_of_loss(record: Record) -> Any:
-    """Return by record how many times the last layer's gradients exceed their smallest earlier median; at least 1."""
+    """Return how many times the last layer's gradients exceed their smallest earlier median, [records]; at least 1."""
     where = record.layers[-1] if record.layers else "", "grad_output"
     if (row := record.places.get(where)) is None:
         return np.ones(len(record.steps))

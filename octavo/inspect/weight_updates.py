@@ -50,7 +50,7 @@ MOVED = (  # a record's "moved" is [weights, 18], in this order
     MovedColumn("second_flushed", "the same of second moments", {"second_flushed": "moments"}),
     MovedColumn("master_update", "as update", {"master_update": "masters", "master_resolution": "grid"}),
     MovedColumn("master_changed", "as changed", {"master_changed": "masters"}),
-    MovedColumn("changed_between_records", "squares of change since the last record's update", {"between": "elements"}),
+    MovedColumn("changed_between_records", "squares of change since the last recorded update", {"between": "elements"}),
     MovedColumn("gradients", "how many are sampled of the gradient"),
     MovedColumn("plain_second_moments", "how many are sampled of a second moment that is a plain tensor"),
     MovedColumn("sampled_before_update", "how many are sampled before the optimizer's step"),
@@ -60,7 +60,8 @@ MOVED = (  # a record's "moved" is [weights, 18], in this order
     MovedColumn("second_moment_sum", "sum of such second moments", {"second_moment": "plain_second_moments"}),
 )
 MOVED_NAMES = tuple(column.name for column in MOVED)
-# columns that are sums of squares, and those that are numbers of sampled elements
+# columns that are sums of squares, and those that are numbers of sampled elements: in the order of `terms` and `sizes`
+# in Updates._since
 SQUARES = "update", "grid", "master_update", "changed_between_records", "weight", "gradient", "changed_by_others"
 COUNTS = "elements", "moments", "masters", "gradients", "plain_second_moments", "sampled_before_update"
 SAMPLED = 1024  # at most so many elements of a weight are read
@@ -165,8 +166,9 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 def hook_before_update(optimizer: torch.optim.Optimizer, call: Callable[[bool], None]) -> Any:
     """Call a function before each update of an optimizer; return a handle with ``remove()``.
 
-    Where ``optimizer.step`` gets a closure that computes the gradients, as Lightning's, it is called after that. Its
-    argument says so: the optimizer may have moved weights for the closure, as sharpness-aware minimisation does.
+    Where ``optimizer.step`` gets a closure that computes the gradients, as Lightning's, it is called after that.
+    ``call(True)``: after a closure, for which the optimizer may have moved weights, as sharpness-aware minimisation
+    does.
     """
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +271,7 @@ class Updates:
         new, after = _read(self._weights, self.optimizer)
         before, begun = self._before, self._begun.weights
         is_watched = self._gradients is not None
-        numbers, gradients = self._gradients or self._read_gradients()
+        gradient_lengths, gradients = self._gradients or self._read_gradients()
         update, master_update = after.weights - before.weights, after.masters - before.masters
         between = begun - (begun if self._last is None else self._last)
         terms = update, after.spacing, master_update, between, after.weights, gradients, before.weights - begun
@@ -277,10 +279,11 @@ class Updates:
         is_changed = torch.stack([update, master_update]) != 0
         sums["changed"], sums["master_changed"] = is_changed.sum(-1, dtype=torch.float64)
         sizes = list[tuple[int, ...]]()
-        for then, now, number in zip(before.forms, new, numbers, strict=True):
+        for then, now, gradient_length in zip(before.forms, new, gradient_lengths, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
             compares = now.master is not None and now.master == then  # not in the first step, which creates the master
-            sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
+            masters, second, before_update = elements * compares, len(now.second), elements * is_watched
+            sizes.append((elements, moments, masters, gradient_length, second, before_update))
         counts = _on_device(tuple(sizes), update.device).unbind(1)
         sums |= zip(COUNTS, counts, strict=True)
         if not is_watched:  # gradients that are left are known to be of this step where the weight changed

@@ -54,6 +54,7 @@ NO_PRODUCTS = math.nan, math.nan, math.nan
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
 LEAST_LEFT = 0.8  # of a layer's predicted loss: another recipe is taken if it leaves less, as more may be chance
+RUNS = 500  # passes with one layer alone in FP8, by default
 SHOWN = 10  # layers of each recipe, in a table
 
 LEGEND = """\
@@ -262,8 +263,7 @@ class WhatIf:
         """Return effects with their predicted losses, for JSON: None in place of inf and NaN."""
         effects = (*self.whole.values(), *self.effects)
         rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in effects]
-        finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value  # noqa: E731
-        return [{name: finite(value) for name, value in row.items()} for row in rows]
+        return [{name: _finite(value) for name, value in row.items()} for row in rows]
 
     def __str__(self) -> str:
         lines = []
@@ -276,6 +276,11 @@ class WhatIf:
         return "\n".join([*lines, LEGEND])
 
     __repr__ = __str__
+
+
+def _finite(value: Any) -> Any:
+    """Return a value for JSON: None in place of inf and NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row(effect: Effect) -> list[str]:
@@ -295,7 +300,7 @@ def compare(
     recipes: Iterable[Recipe | str] | Mapping[str, Recipe | RecipeMap | str] | None = None,
     *,
     select: Select | None = None,
-    runs: int = 500,
+    runs: int = RUNS,
     rates: Rates | None = None,
 ) -> WhatIf:
     """Find the layers that can't stand FP8, by the errors in their products and in the model's gradient.
@@ -335,15 +340,16 @@ def compare(
         True
     """
     require_whole("runs", runs, 1)
-    wanted = COMPARED if recipes is None else recipes
-    if isinstance(wanted, str | Recipe | RecipeMap):
-        raise WhatIfError(f"recipes is a {type(wanted).__name__}: give a list of recipes, or a dict of them by name")
-    pairs = wanted.items() if isinstance(wanted, Mapping) else ((getattr(x, "name", str(x)), x) for x in wanted)
-    named = [(name, as_recipe(value)) for name, value in pairs]
+    compared = COMPARED if recipes is None else recipes
+    if isinstance(compared, str | Recipe | RecipeMap):
+        raise WhatIfError(f"recipes is a {type(compared).__name__}: give a list of recipes, or a dict of them by name")
+    by_name = compared.items() if isinstance(compared, Mapping) else [(getattr(x, "name", str(x)), x) for x in compared]
+    named = [(name, as_recipe(value)) for name, value in by_name]
     batches, chosen = list(batches), dict(named)
     without_fp8 = [name for name, value in named if name == WITHOUT or getattr(value, "is_high_precision", False)]
     if not named or len(chosen) < len(named) or without_fp8:
-        raise WhatIfError(f"recipes={[*dict(named)]}: needs recipes with products in FP8, each of another name")
+        names = [name for name, _ in named]
+        raise WhatIfError(f"recipes={names}: needs recipes with products in FP8, each of another name")
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
     copied, layers = _copy_in_high_precision(model, select)
@@ -520,10 +526,10 @@ class _Passes:
                 self.states[key] = state.clone()
             self._set_recipe(name, high_precision())
             squares = torch.zeros(2, len(OPERANDS), dtype=torch.float64, device=x.device)
-            for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
-                if product is not None and wanted is not None:
-                    error = product.double() - wanted.double()
-                    squares[:, i] = torch.stack([error.square().sum(), wanted.double().square().sum()])
+            for i, (product, exact_product) in enumerate(zip(products, exact, strict=True)):
+                if product is not None and exact_product is not None:
+                    error = product.double() - exact_product.double()
+                    squares[:, i] = torch.stack([error.square().sum(), exact_product.double().square().sum()])
             first_order = ((products[0].double() - exact[0].double()) * full_tensor(grad).double()).sum()
             self.first_order[key] = self.first_order.get(key, 0.0) + float(first_order)
             self.local[key] = self.local.get(key, 0) + squares
@@ -546,21 +552,26 @@ class _Passes:
 
 
 def _per_noise(changes: Sequence[tuple[float, Change]]) -> tuple[float, float]:
-    """Return (curvature, 1 - cosine) divided by the estimated noise: the medians of the measured layers."""
+    """Return (curvature, 1 - cosine) divided by the estimated noise: the medians of the measured layers.
+
+    Without any: no curvature, and the 1 - cosine of a small error at right angles to the gradient, half its noise.
+    """
     ratios = [(curvature / noise, (1 - cosine) / noise) for noise, (_, curvature, cosine, _) in changes if noise > 0]
     ratios = [pair for pair in ratios if all(map(math.isfinite, pair))]
     return (statistics.median(a for a, _ in ratios), statistics.median(b for _, b in ratios)) if ratios else (0.0, 0.5)
 
 
-def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _products(
+    layer: RecipeModule, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
     weight = weight_of(layer)
     with torch.enable_grad():
         x = x.detach().requires_grad_(x.requires_grad)
-        output = type(layer).forward(layer, x, *ends)
+        output = type(layer).forward(layer, x, *offsets)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
-        wanted = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
-        gradients = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
+        leaves = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
+        gradients = dict(zip(map(id, leaves), torch.autograd.grad(output, leaves, grad), strict=True))
     grad_input, grad_weight = (full_tensor(gradients[id(one)]) if id(one) in gradients else None for one in (x, weight))
     return full_tensor(output.detach()), grad_input, grad_weight
 

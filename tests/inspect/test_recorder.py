@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor, recipes
 from octavo.inspect.record import np as lazy_numpy
-from octavo.inspect.recorder import Recorder, arrays_of, severities
+from octavo.inspect.recorder import Recorder, arrays_of, largest_times_limit
 from octavo.inspect.report import to_json
 from octavo.inspect.rows import Row
 from octavo.inspect.twin import Comparison
@@ -291,17 +291,17 @@ class Late:
 def test_numbers_that_are_late_are_waited_for_at_the_end(
     disk_is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, called = Recorder._read, []
+    send, called = Recorder._send, []
 
-    def read_late(self: Recorder, *arguments: Any) -> None:
-        read(self, *arguments)
-        self._readings[-1].in_flight._event = Late()
+    def send_late(self: Recorder, *arguments: Any) -> None:
+        send(self, *arguments)
+        self._sent[-1].in_flight._event = Late()
 
     def full(*args: Any, **kwargs: Any) -> None:
         called.append(args)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Recorder, "_read", read_late)
+    monkeypatch.setattr(Recorder, "_send", send_late)
     monkeypatch.setattr(Late, "waits", 0)
     model = network(recipes.dynamic())
     recorder = octavo.inspect.record(model, tmp_path / "late", every=2)
@@ -353,7 +353,7 @@ def test_sums_the_worst_and_tokens_are_kept() -> None:
     assert "worst" not in arrays_of([PLAIN], counts[:1], extremes[:1])
 
 
-def test_severities_are_times_the_limits() -> None:
+def test_each_row_has_the_times_that_its_worst_measure_exceeds_its_limit() -> None:
     fine = {"nonfinite": 0.0, "assumed": 1.0, "clipped": 0.0, "flushed": 0.0, "sqnr": 31.5}
     cases = [
         (PLAIN, {"flushed": 0.02}, 2),
@@ -365,4 +365,5 @@ def test_severities_are_times_the_limits() -> None:
         (PLAIN, dict.fromkeys(fine, math.nan), -math.inf),
     ]
     measures = {name: np.array([{**fine, **changes}[name] for _, changes, _ in cases]) for name in fine}
-    assert severities(measures, [row for row, *_ in cases]).tolist() == pytest.approx([value for *_, value in cases])
+    times = largest_times_limit(measures, [row for row, *_ in cases]).tolist()
+    assert times == pytest.approx([value for *_, value in cases])

@@ -289,6 +289,7 @@ def test_a_layer_that_no_gradient_reaches_has_no_effect():
         ({"recipes": [recipes.dynamic(), recipes.dynamic(True)]}, "each of another name"),
         ({"recipes": [recipes.high_precision()]}, "products in FP8"),
         ({"recipes": {"high_precision": recipes.dynamic()}}, "each of another name"),
+        ({"recipes": ["dynamic", "dynamic"]}, r"recipes=\['dynamic', 'dynamic'\]: "),
         ({"recipes": "dynamic"}, "recipes is a str: give a list of recipes, or a dict of them by name"),
         ({"recipes": recipes.dynamic()}, "recipes is a Recipe: give a list"),
         ({"select": None}, "no layer to compare.*octavo.convert takes"),
