@@ -151,7 +151,7 @@ class Work(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """How many products in sequence a tensor is behind, and whether it is in memory in a compiled step as well."""
+    """The number of products in sequence that lead to a tensor, and whether it is in memory in a compiled step too."""
 
     products: int
     is_in_memory: bool  # a product's result, a parameter, an argument; others may never leave a fused kernel
