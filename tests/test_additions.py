@@ -115,7 +115,9 @@ def begin(model, recipe):
 @ octavo/export/layouts.py <<"compressed-tensors"]
 "rows",
 @ octavo/export/layouts.py <    "per-tensor": L
-    "rows": Layout("_scale_rows", (ROW,), "rowwise", _compressed_tensors_config, "rows"),
+    "rows": Layout(
+        "_scale_rows", (ROW,), "rowwise", config=_compressed_tensors_config, method="rows", matches_ends=False
+    ),
 """,
     "a column": r"""
 @ octavo/nn/summary.py <@dataclass(frozen=True)\nclass SavedBytes

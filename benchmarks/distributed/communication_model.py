@@ -45,9 +45,9 @@ LADDER = (  # each adds to the one before
     Precision("bf16", "bf16"),
     Precision("products"),
     Precision("+ gathers", gathers=True),
-    Precision("+ reduction at one level", gathers=True, reduction=1),  # which the next does at two
-    Precision("+ reduction", gathers=True, reduction=2),
-    Precision("+ pairs", gathers=True, reduction=2, pairs=True),
+    Precision("+ reduction at one level", gathers=True, reduction="one all-to-all"),  # which the next does at two
+    Precision("+ reduction", gathers=True, reduction="by server"),
+    Precision("+ pairs", gathers=True, reduction="by server", pairs=True),
 )
 BF16 = LADDER[0]
 # Transformer Engine's FP8: weights and tensor parallelism's inputs are gathered as codes, gradients reduced in bf16
@@ -176,7 +176,7 @@ def published_rows() -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for each in (*PUBLISHED, *TITAN):
         shapes, layout, precision, tokens, source = each[:5]
-        step, size = each.stage.step, each.stage.size / (1 << 30)
+        step, size = each.stage.step, each.stage.bytes_needed / (1 << 30)
         flop = shapes.flop(layout.sequence_length) / 1e12
         rows.append(
             {"model": shapes.name.strip(), "gpus": layout.gpus, "precision": precision.name, "kernels": each.kernels}
@@ -224,7 +224,7 @@ def fastest(shapes: Shapes, gpus: int, hardware: Hardware) -> MeshLayout | None:
     candidates = [
         (RankStep(shapes, layout, BF16, hardware).step.seconds, place, layout)
         for place, layout in enumerate(layouts(shapes, gpus))
-        if RankStep(shapes, layout, BF16, hardware).size <= hardware.memory
+        if RankStep(shapes, layout, BF16, hardware).bytes_needed <= hardware.memory
     ]
     return min(candidates)[2] if candidates else None
 
@@ -239,7 +239,7 @@ def modelled_rows(hardware: Hardware) -> list[dict[str, object]]:
         base = RankStep(shapes, layout, BF16, hardware).step
         for precision in LADDER:
             step = RankStep(shapes, layout, precision, hardware).step
-            state = RankStep(shapes, layout, precision, hardware).size
+            state = RankStep(shapes, layout, precision, hardware).bytes_needed
             rows.append(
                 {"model": shapes.name, "gpus": gpus, "layout": in_words(layout), "precision": precision.name}
                 | {"sequences": layout.sequences, "recomputed": layout.recomputed, "gb_a_gpu": f"{state / 1e9:.0f}"}
@@ -253,7 +253,7 @@ def columns(step: Step) -> dict[str, object]:
     """Return a step's columns."""
     waits = {kind: wait.exposed for kind, wait in step.waits.items()}
     parts = {
-        "compute": sum(step.kinds.values()),
+        "compute": sum(step.seconds_by_kind.values()),
         "tensor": waits["tensor"],
         "expert": waits["expert"],
         "bubble": step.bubble,

@@ -49,7 +49,8 @@ from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
 FUSED_BF16 = "bf16, fused"  # the name of an estimate without a recipe and with ``fuse``
-FORWARD, AFTER = range(2)  # a step's spans: the blocks' forward, and what comes after
+# index of a step's spans in device_seconds and host_seconds: the blocks' forward, and what comes after
+FORWARD, AFTER = range(2)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Estimate:
         memory: bytes by kind.
         layers: the converted layers' times, as converted and in bf16.
         other_compiled: seconds of the other operations where ``torch.compile`` fuses those between two products.
-        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: of the blocks'
-            forward, and of what comes after.
+        device: seconds of the device in eager PyTorch, by span: of the blocks' forward, and of what comes after.
+        host: seconds of the host that launches the device's work, by the same spans.
         loss: bytes of ``memory`` that are there only before the first gradient of a weight.
 
     Example:
@@ -156,13 +157,13 @@ class _Times:
         attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
         self.other_compiled = work.traffic.compiled / rates.copy + attention
         traffic = self._traffic(fused, kernels)
-        self.device = [each.bytes / rates.copy + each.ops * rates.launch for each in traffic]
+        self.device_seconds = [each.bytes / rates.copy + each.ops * rates.launch for each in traffic]
         share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
-        self.device[FORWARD] += share * attention
-        self.device[AFTER] += (1 - share) * attention
-        self.other = sum(self.device)
+        self.device_seconds[FORWARD] += share * attention
+        self.device_seconds[AFTER] += (1 - share) * attention
+        self.other = sum(self.device_seconds)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
-        self.host = [traffic[FORWARD].ops * times.forward, traffic[AFTER].ops * times.backward]
+        self.host_seconds = [traffic[FORWARD].ops * times.forward, traffic[AFTER].ops * times.backward]
         self.products = self.casts = 0.0
 
     def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> list[Traffic]:
@@ -194,25 +195,29 @@ class _Times:
         self.casts += sum(cast.values())
         span = self._forward_span(linear.name)
         output, *gradients = multiplied
-        self.device[span] += output + cast["input"] + cast["weight"]
-        self.device[AFTER] += sum(gradients) + cast["grad_output"]
-        self.host[span] += times.forward - times.cast * len(spared & {"input", "weight"})
-        self.host[AFTER] += times.backward
+        self.device_seconds[span] += output + cast["input"] + cast["weight"]
+        self.device_seconds[AFTER] += sum(gradients) + cast["grad_output"]
+        self.host_seconds[span] += times.forward - times.cast * len(spared & {"input", "weight"})
+        self.host_seconds[AFTER] += times.backward
         return layer
 
 
 def _newly_fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
-    """Return the parts that ``kernels`` has and ``twin`` fuses, but not ``model``."""
+    """Return the parts that ``twin`` fuses and ``kernels`` has.
+
+    Norms and residuals that ``model`` fuses already are left out: ``work`` counted those fused.
+    """
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
     parts = (each for each in fused_parts(twin, work) if each.module not in already or each.part not in COUNTED)
     return [each for each in parts if each.part in kernels]
 
 
 def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearWork | None]:
-    """Return the bytes at a time of a loss that octavo.nn.linear_cross_entropy computes with the head, and the head.
+    """Return (peak bytes of a chunked loss, the head whose grad_output is not cast; None if its recipe still casts it).
 
-    The latter is None where its recipe casts the logits' gradient, in blocks along the contraction: else the loss
-    writes codes in its place. Raise PlanError where the head's gradients are no products in FP8.
+    The loss is octavo.nn.linear_cross_entropy, which writes codes of the logits' gradient in the place of a cast, but
+    where the recipe scales blocks along the contraction. Raise PlanError where the head's gradients are no products in
+    FP8.
     """
     head = head_of(work)
     recipe = getattr(modules.get(head.name), "recipe", None) if head else None
@@ -222,8 +227,8 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearW
     writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
     chunk_bytes = CHUNK + 2 * (not writes_codes)  # a gradient in bf16, that a cast reads
     chunk = min(work.logits, ROWS * head.out_features)
-    size = CHUNKED_LOSS * work.logits + chunk_bytes * chunk + 2 * head.sizes.input
-    return size, head if writes_codes else None
+    input_gradient = 2 * head.sizes.input  # in bf16: forward computes it, chunk by chunk, and keeps it for backward
+    return CHUNKED_LOSS * work.logits + chunk_bytes * chunk + input_gradient, head if writes_codes else None
 
 
 def _saved(
@@ -321,8 +326,8 @@ def estimate(
         memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss_bytes}),
         layers=layers,
         other_compiled=times.other_compiled,
-        device=tuple(times.device),
-        host=tuple(times.host),
+        device=tuple(times.device_seconds),
+        host=tuple(times.host_seconds),
         loss=loss_bytes,
     )
 

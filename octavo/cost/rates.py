@@ -31,7 +31,7 @@ FORMS = ("tensor", "row", "block", "mx")  # of a cast's scales
 # {kind of product, which is the form of its operand with the finer scales: its name in a table}
 KIND_NAMES = {
     IN_BF16: "bf16",
-    "tensor": "FP8, a scale each",
+    "tensor": "FP8, a scale a tensor",
     "row": "FP8, a scale a row",
     "block": "FP8, a scale in 128",
     "vector": "FP8, a scale in 128 of both",  # of a row of each; the other operand of a "block" has square blocks
@@ -42,7 +42,7 @@ RATES_FILE = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
 SIZES_ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
 SIZES_ON_CPU = ((256, 128, 128), (512, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048))
-_CAST = {True: (8192, 8192), False: (1024, 1024)}  # shape of the tensor that is cast, on a GPU and elsewhere
+_CAST_SHAPE = {True: (8192, 8192), False: (1024, 1024)}  # of the tensor whose casts are timed; True: on a GPU
 
 
 class PlanError(OctavoError, ValueError):
@@ -123,8 +123,8 @@ class Rates:
         form = form_of(cast)
         delayed = isinstance(cast.rule, Delayed)
         launches = {"tensor": 1 if delayed else 2, "row": 3 if both else 1}.get(form, 1)
-        measured = self.casts.get("delayed" if delayed else form, (2 * launches + 1 + both) / self.copy)
-        return elements * measured + self.launch * launches
+        element_seconds = self.casts.get("delayed" if delayed else form, (2 * launches + 1 + both) / self.copy)
+        return elements * element_seconds + self.launch * launches
 
 
 def form_of(cast: Cast) -> str:
@@ -160,12 +160,15 @@ def _tflops(**rates: float) -> dict[str, tuple[tuple[float, float]]]:
     return {kind: ((1.0, rates[kind] * 1e12),) for kind in PRODUCT_KINDS}
 
 
-# An H100's are of benchmarks/results, and tests/integration/test_planned_step.py computes them again: products alone in
-# layers (bf16's is the median of all readings beside FP8's), casts of 16,384 x 8,192 into both layouts, and the host's
-# times of gpu_host_planned. An operation takes 0.27 of its time of nn.Linear's forward, as in a Llama block on a CPU.
-# Attention is published at 2,048 tokens (ATTENTION_SOURCE, figures 5 and 6; backward without a mask, and taken to lose
-# as much by one as forward); "flash" is FlashAttention-2, torch's choice. A launch of 4 us, as in eager PyTorch; the
-# memory that torch finds on the device. On Hopper, products of 32-element blocks are octavo's Triton kernel.
+# An H100's rates are of benchmarks/results, and tests/integration/test_planned_step.py computes them again:
+# - products: of layers, alone; bf16's is the median of all readings beside FP8's. On Hopper, those of 32-element blocks
+#   are octavo's Triton kernel.
+# - casts: of 16,384 x 8,192 into both layouts.
+# - host: gpu_host_planned's; an operation takes 0.27 of the time of nn.Linear's forward, as in a Llama block on a CPU.
+# - attention: published at 2,048 tokens (ATTENTION_SOURCE, figures 5 and 6; backward without a mask, and taken to lose
+#   as much by one as forward); "flash" is FlashAttention-2, torch's choice.
+# - launch: 4 us, as in eager PyTorch.
+# - memory: what torch finds on the device.
 ATTENTION = {"flash": {64: 228e12, 128: 254e12}, "cudnn": {64: 334e12, 128: 392e12}}
 ATTENTION_SOURCE = "arXiv 2407.08608"
 # HostTime's fields in microseconds
@@ -247,7 +250,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _of_file(fields: Any) -> Rates:
-    """Return the rates of a file's fields; raise KeyError, TypeError, ValueError or OverflowError if they are none."""
+    """Return the rates of a file's fields; raise KeyError, TypeError, ValueError or OverflowError if they are none.
+
+    The file's attention and host are not read: those are published, and ``_with_published`` adds this version's.
+    """
     rates = Rates(**fields)
 
     def number(value: Any, least: float = math.ulp(0.0)) -> float:
@@ -359,7 +365,7 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
             plain = functools.partial(torch.nn.functional.linear, x, weight)
             call = TimedCalls(recipe).product(x, weight, "input" if kind == "vector" else "weight") if recipe else plain
             points.append((flop, flop / time(call)))
-    x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
+    x = torch.randn(_CAST_SHAPE[on_gpu], device=device, dtype=torch.bfloat16)
     recipe_of["delayed"] = recipes.delayed()
     casts = {kind: time(TimedCalls(recipe).cast(x)) / x.numel() for kind, recipe in recipe_of.items()}
     launch = time(TimedCalls(recipe_of["delayed"]).cast(x[:16, :16]))

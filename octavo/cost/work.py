@@ -151,7 +151,7 @@ class Work(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """The origin of a tensor: after how many products one after the other, and whether a compiled step has it too."""
+    """The number of products in sequence that lead to a tensor, and whether it is in memory in a compiled step too."""
 
     products: int
     is_in_memory: bool  # a product's result, a parameter, an argument; others may never leave a fused kernel
@@ -243,7 +243,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
 def run_shorter(
     model: nn.Module, run: Callable[[nn.Module], Result], lengthen: Callable[[Result, Result, int], Result]
 ) -> Result:
-    """Return ``run`` of a model, as ``lengthen`` predicts it where the model has many blocks that are alike.
+    """Run a model, or run two short copies and extrapolate to all its blocks, if these are many and alike.
 
     ``lengthen`` takes ``run`` of a copy of TRACED blocks, that of one of a block more, and how many more than TRACED
     the model has: what a step does and keeps grows by the same with each block. Where blocks are not alike, a forward
@@ -253,6 +253,8 @@ def run_shorter(
     blocks: Any = [] if name is None else model.get_submodule(name)
     more = len(blocks) - TRACED
     if more > 1 and len({*map(id, blocks)}) == len(blocks) and len({str(_description(block)) for block in blocks}) == 1:
+        # a forward that needs all blocks fails in a copy: by an index, a name, or a shape that does not fit, which
+        # torch raises as RuntimeError; an error of the model itself comes again below
         with contextlib.suppress(IndexError, KeyError, ValueError, RuntimeError):
             return lengthen(run(_shortened(model, name, TRACED)), run(_shortened(model, name, TRACED + 1)), more)
     return run(model)

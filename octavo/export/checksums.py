@@ -31,6 +31,7 @@ def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _rows_of_block(tensor: Tensor, block_bytes: int) -> int:
+    """Return how many rows of a tensor a block of so many bytes holds, at least one."""
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
     return max(block_bytes // max(row_bytes, 1), 1)
 

@@ -112,9 +112,9 @@ class Layout(NamedTuple):
     scale_ending: str
     tiles: tuple[tuple[int, int], ...]
     recipe: str
-    config: Callable[[Layers, list[str]], dict[str, Any]] | None = None
-    method: str | None = None
-    matches_ends: bool = False
+    config: Callable[[Layers, list[str]], dict[str, Any]] | None
+    method: str | None
+    matches_ends: bool
 
 
 FileLayout = Literal["fine-grained", "mxfp8", "compressed-tensors"]
@@ -153,6 +153,7 @@ class Entry(NamedTuple):
         return self._written(codes, torch.empty(weight_scale_shape(self.layer), dtype=torch.float32, device="meta"))
 
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
+        """Return what is written for codes with their scales, or for a tensor in high precision."""
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
             scale_inv = scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
         if scale_inv is None or self.layer is None or tensor.ndim < 3:
@@ -333,8 +334,17 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
 
 # in the order in which errors propose them: a new one is the last of files
 LAYOUTS: dict[AnyLayout, Layout] = {
-    "fine-grained": Layout("_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, "fp8", True),
-    "mxfp8": Layout("_scale_inv", (MX,), "mx", _mxfp8_config, "mxfp8", True),
-    "compressed-tensors": Layout("_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config, "compressed-tensors"),
-    "per-tensor": Layout("_scale", (TENSOR,), "dynamic"),
+    "fine-grained": Layout(
+        "_scale_inv", (SQUARE,), "blockwise", config=_fine_grained_config, method="fp8", matches_ends=True
+    ),
+    "mxfp8": Layout("_scale_inv", (MX,), "mx", config=_mxfp8_config, method="mxfp8", matches_ends=True),
+    "compressed-tensors": Layout(
+        "_scale",
+        (*_SCHEMES,),
+        "rowwise",
+        config=_compressed_tensors_config,
+        method="compressed-tensors",
+        matches_ends=False,
+    ),
+    "per-tensor": Layout("_scale", (TENSOR,), "dynamic", config=None, method=None, matches_ends=False),
 }

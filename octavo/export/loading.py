@@ -138,8 +138,8 @@ def load_fp8(
     make the model on the meta device. A frozen weight can have any scales, and those of rows and 1x32 blocks under
     recipes that scale so (``rowwise()``, ``mx()``). A trained one needs powers of two (as octavo and DeepSeek-V3.1
     write them): with other scales, or with another granularity than the recipe's, its codes are rounded anew, and the
-    optimizer's master begins with 12 bits of the checkpoint's values. So do weights that the checkpoint has in high
-    precision.
+    optimizer's master begins with 12 bits of the checkpoint's values. Weights that the checkpoint has in high
+    precision are rounded to codes in the same way.
 
     Of a model that fully_shard or tensor parallelism has sharded, all ranks call this, and each reads its own part: it
     has then what loading the whole and sharding it gives, bit for bit.
@@ -197,7 +197,7 @@ def load_fp8(
         # _apply tells FSDP2 of new shards for those on the meta device; other tensors are replaced one by one
         model._apply(lambda x: x if on_this_rank(x) is x or not x.is_meta else torch.empty_like(x, device=device))
         rounded = [name for name, source in targets.items() if _load(model, name, source, device)]
-    this_load = object()
+    this_load = object()  # one load for all layers: those that share delayed state keep it
     for _, module in RecipeModule.named_in(model):
         module.reset_delayed_state()
         module.weight_was_loaded(this_load)
@@ -378,7 +378,7 @@ def _load(model: nn.Module, key: str, source: _CheckpointTensor, device: Any) ->
     was_rounded = False
     value: Tensor
     if isinstance(local, StoredWeight):
-        value, was_rounded = (_experts_as_stored if source.matrices else _as_stored)(target, local, source, device)
+        value, was_rounded = (_read_experts_weight if source.matrices else _read_weight)(target, local, source, device)
     else:
         value = source.read(own_slices(source.shape, target), device)
         value = value.to(target.dtype) if target.is_floating_point() else value
@@ -420,7 +420,7 @@ def _read_values(source: _CheckpointTensor, part: Slices, device: torch.device, 
     return values[tuple(dim.wanted for dim in dims)]
 
 
-def _as_stored(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
+def _read_weight(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
     """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
 
     Codes stay as they are where possible.
@@ -430,34 +430,37 @@ def _as_stored(target: Tensor, local: StoredWeight, source: _CheckpointTensor, d
     scale_inv = None if scales is None else scales.scale_inv
     if scale_inv is not None and scale_inv.shape == local.scales_shape(target.shape) and local.may_have(scale_inv):
         scale_inv = scale_inv if local.has_one_scale else scale_inv[own_slices(scale_inv.shape, target)]
-        return _stored_like(local, source.read(part, device), scale_inv, target), False
+        return _with_codes(local, source.read(part, device), scale_inv, target), False
     values = _read_values(source, part, device, scales)
     values = values.to(target.dtype) if scales is None else values
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _stored_like(local: StoredWeight, codes: Tensor, scale_inv: Tensor, target: Tensor) -> StoredWeight:
+def _with_codes(local: StoredWeight, codes: Tensor, scale_inv: Tensor, target: Tensor) -> StoredWeight:
     """Return codes and their scales as this rank's part of the target, which is now ``local``."""
     scale_inv = scale_inv.to(codes.device, local.scale_inv.dtype)
     return StoredWeight(codes, scale_inv, target.dtype, local.granularity, local is not target)
 
 
-def _experts_as_stored(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
-    """Return as ``_as_stored``, for experts whose matrices are tensors: codes stay if all scales fit the target's."""
+def _read_experts_weight(
+    target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device
+) -> OwnPart:
+    """Return what ``_read_weight`` does, for experts whose matrices are tensors: codes stay if all scales fit."""
     experts = own_slices(target.shape, target)[0]
     scale_inv = torch.zeros(local.scales_shape(target.shape), dtype=torch.float32, device="cpu")
     height = local.granularity.of_matrices(target.shape).tile[0]
     scales_by_matrix = [(matrix, _scales_of(matrix.tensor)) for matrix in source.matrices]
     all_fit = all(_write_scales_if_they_fit(scale_inv, height, *each) for each in scales_by_matrix)
     all_fit = all_fit and local.may_have(scale_inv)
-    values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=device)
+    codes_or_values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=device)
     for (expert, rows, matrix), scales in scales_by_matrix:
         if experts.start <= expert < experts.stop:
-            whole = own_slices(matrix.shape, values)  # as values are no DTensor
-            values[expert - experts.start, rows] = _read_values(matrix, whole, device, None if all_fit else scales)
+            whole = own_slices(matrix.shape, codes_or_values)  # all of it, as that is no DTensor
+            matrix_scales = None if all_fit else scales
+            codes_or_values[expert - experts.start, rows] = _read_values(matrix, whole, device, matrix_scales)
     if all_fit:
-        return _stored_like(local, values, scale_inv[experts], target), False
-    return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
+        return _with_codes(local, codes_or_values, scale_inv[experts], target), False
+    return StoredWeight.cast(codes_or_values, local.granularity, target.requires_grad, target), True
 
 
 def _write_scales_if_they_fit(scale_inv: Tensor, height: int, matrix: _ExpertMatrix, scales: FileScales | None) -> bool:

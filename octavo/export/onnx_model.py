@@ -102,7 +102,7 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
 
 
 def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
-    """Put a model on the CPU into evaluation mode, trace it without gradients, and fold the casts of its weights.
+    """Trace a model that is on the CPU, and fold the casts of its weights; this sets it to evaluation mode.
 
     ``dynamic_shapes``: as torch.export.export takes them; None: every size may vary that the model allows to.
     ExportError if the model is sharded over ranks, or torch.export can't trace it.
@@ -122,6 +122,7 @@ def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes
 
 
 def _trace(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+    """Return torch.export's program of a model; raise ExportError if there is none."""
     try:
         return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch documents no type: the model or the tracer may raise any
@@ -151,6 +152,7 @@ def _fold(module: fx.GraphModule) -> None:
 
 
 def _is_octavos(node: fx.Node) -> bool:
+    """Whether a node calls one of octavo's ops."""
     return getattr(node.target, "namespace", "") == "octavo"
 
 
@@ -212,8 +214,7 @@ def to_onnx(
         the path.
 
     Raises:
-        ExportError: for a model that can't be traced, or a path that can't be
-            written; nothing is written then.
+        ExportError: for a model that can't be traced, or a path that can't be written; nothing is written then.
         MissingExtraError: where onnx or onnxscript is not installed.
 
     Source:
@@ -243,6 +244,7 @@ def to_onnx(
 
 
 def _checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path, if a file can be written there; else raise ExportError."""
     target = Path(path)
     if target.is_dir():
         raise ExportError(f"{target} is a folder: name the file, such as {target / 'model.onnx'}")

@@ -1,5 +1,7 @@
 """The state of octavo in any trainer's checkpoints, as an object that accelerate can register.
 
+The file also has what the integrations of all trainers share: convert_once, check_clip, uses_gradients_early.
+
     octavo.convert(model, recipe)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(TrainingState(model))

@@ -72,6 +72,7 @@ class OctavoPrecision(Precision):
         self._state: TrainingState | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert a model to the recipe at its first fit; raise ValueError if it was sharded before."""
         module = self._inner.convert_module(module)
         if module is self._model:  # converted in an earlier fit, and perhaps in a later phase since
             return module
@@ -114,6 +115,7 @@ class OctavoPrecision(Precision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Step the optimizer, then the schedule."""
         loss = super().optimizer_step(optimizer, model, closure, **kwargs)
         if self.schedule is not None:
             self.schedule.step()
@@ -127,6 +129,7 @@ class OctavoPrecision(Precision):
             self._state.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Warn of a checkpoint without octavo's state."""
         if type(self).__qualname__ not in checkpoint:
             warnings.warn("the checkpoint was saved without OctavoPrecision: its state begins anew", stacklevel=2)
 

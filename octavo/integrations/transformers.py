@@ -44,7 +44,8 @@ from octavo.weights.files import SCALE_INV
 __all__ = ["OctavoCallback"]
 
 KEY = "octavo"  # the key in trainer_state.json, among the states of callbacks
-FORM = ("moments", "master", "weight_storage")
+# fields of a Phase that change the optimizer's state
+OPTIMIZER_FIELDS = ("moments", "master", "weight_storage")
 
 
 class OctavoCallback(TrainerCallback):
@@ -107,9 +108,9 @@ class OctavoCallback(TrainerCallback):
             kwargs["model"].register_load_state_dict_pre_hook(_read_hub_names)
         if kwargs["optimizer"] is not None:
             self._begin(kwargs["model"], kwargs["optimizer"])
-        elif any(getattr(phase, name) != SAME for phase in self.phases for name in FORM):
+        elif any(getattr(phase, name) != SAME for phase in self.phases for name in OPTIMIZER_FIELDS):
             raise ValueError(
-                f"phases that say {' or '.join(FORM)} need the optimizer before training begins: "
+                f"phases that say {' or '.join(OPTIMIZER_FIELDS)} need the optimizer before training begins: "
                 "Trainer(optimizers=(octavo.optim.AdamW(model.parameters(), ...), None))"
             )
 

@@ -159,9 +159,10 @@ def _tune_kind(kind: str, extent: Extent) -> Tuned:
     gains: list[float] = []
     for bucket, shapes in sorted(extent.buckets_of(kind).items()):
         ranking = _rank(kind, bucket, extent)
-        tops = [f"{','.join(map(str, config))} {cost:.3f}" for config, cost in list(ranking.items())[:5]]
+        best = list(ranking.items())[:5]
+        tops = [f"{','.join(map(str, config))} {relative_time:.3f}" for config, relative_time in best]
         print(f"{kind} <=2^{bucket} (config, time by the best's): {'; '.join(tops)}", flush=True)
-        for config in (config for config, cost in ranking.items() if cost < math.inf):
+        for config in (config for config, relative_time in ranking.items() if relative_time < math.inf):
             if not (problem := _wrong(kind, config, shapes[0])):
                 rows.append([bucket, *config])
                 gains.append(math.log(ranking[grid_of(kind, bucket, extent)[0]] / ranking[config]))

@@ -171,7 +171,7 @@ def test_a_gpu_without_fp8_hardware_is_answered(name: str) -> None:
 
 def test_all_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "SIZES_ON_CPU", ((64, 32, 48), (16, 16, 16)))
-    monkeypatch.setattr(rates, "_CAST", {False: (64, 64)})
+    monkeypatch.setattr(rates, "_CAST_SHAPE", {False: (64, 64)})
     measured = rates.measure(torch.device("cpu"), seconds=0.001)
     assert measured.source == "measured" and measured.copy > 0 and measured.launch > 0
     assert set(measured.products) == {*PRODUCT_KINDS}

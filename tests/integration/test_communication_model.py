@@ -49,7 +49,7 @@ def test_one_gpu_waits_for_nobody() -> None:
 def test_each_step_of_the_ladder_changes_what_it_names() -> None:
     ladder = [step(sent.LLAMA[1], LAYOUT, precision) for precision in model.LADDER]
     base, products, gathers, straight, reduction, pairs = (waited(each) for each in ladder)
-    compute = [sum(each.kinds.values()) for each in ladder]
+    compute = [sum(each.seconds_by_kind.values()) for each in ladder]
     assert compute[1] < compute[0] and products["tensor"] == base["tensor"] and products["fsdp"] >= base["fsdp"]
     assert compute[2] < compute[1] and gathers["fsdp"] < products["fsdp"]
     assert compute[2] == compute[3] == compute[4]

@@ -85,7 +85,7 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
     """
     layout, hardware = rank.layout, rank.hardware
     recipe = rank.precision.recipe if rank.precision.gathers else IN_BF16
-    levels = rank.precision.reduction
+    reduction = rank.precision.reduction
     replica_stride = layout.tensor * layout.shard_ranks
     exposed = in_forward = in_backward = 0.0
     links = [(0.0, "NVLink")]
@@ -97,7 +97,9 @@ def fsdp(rank: Rank, forward: float, backward: float) -> Wait:
         block, amaxes = gather_bytes(shapes.block, recipe, ranks)
         gradients, _ = gather_bytes(shapes.block, IN_BF16, ranks)
         scatter_of_root, scatter = (
-            hardware.exchange(size * SENT_PAIR / BF16, ranks, stride, levels) if levels else gather(size)
+            gather(size)
+            if reduction == "bf16"
+            else hardware.exchange(size * SENT_PAIR / BF16, ranks, stride, reduction == "by server")
             for size in (root, shapes.layers * gradients + root)
         )
         first_gathers = gather(root + block)

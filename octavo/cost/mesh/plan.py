@@ -19,7 +19,7 @@ from octavo.cost.estimate import estimate
 from octavo.cost.from_flags import tokens_of
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import RANKS, MeshLayout, Precision, mesh_of
-from octavo.cost.mesh.shapes import BF16, shapes_of, shortened
+from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, shapes_of, shortened
 from octavo.cost.mesh.step import RankStep
 from octavo.cost.rates import IN_BF16, PlanError, Rates
 from octavo.cost.steps import STORED
@@ -49,7 +49,7 @@ class MeshPlan(NamedTuple):
             [
                 f"{flags(best)}, micro-batches of {size} sequences, by the rates of {rates.device} ({rates.source})",
                 *("", folded(self._times()), "", folded(self._sizes()), ""),
-                f"{says}: it needs {best.size / GIB:,.0f} GiB, {rates.device} has {memory / GIB:.0f}.",
+                f"{says}: it needs {best.bytes_needed / GIB:,.0f} GiB, {rates.device} has {memory / GIB:.0f}.",
                 f"{name}, compiled: {limit(best)}.",
                 *self._what_to_change(),
             ]
@@ -64,13 +64,13 @@ class MeshPlan(NamedTuple):
     def _times(self) -> list[list[str]]:
         """Return the rows of milliseconds a step by kind; of collectives also how long ranks wait for them."""
         step = self.best.step
-        kinds = list(step.kinds)
+        kinds = list(step.seconds_by_kind)
         waits = [kind for kind, wait in step.waits.items() if wait.seconds]
         header = ["ms a step", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
         rows = [[*header, "total", "of bf16", "TFLOP/s"]]
         for name, candidate, share in self._rows():
             step = candidate.step
-            row = [f"{1e3 * step.kinds[kind]:.1f}" for kind in kinds]
+            row = [f"{1e3 * step.seconds_by_kind[kind]:.1f}" for kind in kinds]
             row += [f"{1e3 * step.waits[kind].exposed:.1f} of {1e3 * step.waits[kind].seconds:.1f}" for kind in waits]
             row += [f"{1e3 * seconds:.1f}" for seconds in (step.bubble, step.optimizer, step.seconds)]
             rows.append([name, *row, f"{share:.2f}", f"{step.tflops:.0f}"])
@@ -80,23 +80,24 @@ class MeshPlan(NamedTuple):
         """Return the rows of GiB a rank by kind, and whether they fit."""
         rows = [["GiB a rank", *self.best.memory, "total", "fits"]]
         for name, candidate, _ in self._rows():
-            sizes = [f"{size / GIB:.2f}" for size in (*candidate.memory.values(), candidate.size)]
+            sizes = [f"{size / GIB:.2f}" for size in (*candidate.memory.values(), candidate.bytes_needed)]
             rows.append([name, *sizes, "yes" if candidate.fits else "no"])
         return rows
 
     def _what_to_change(self) -> Iterator[str]:
         """Yield a line for each change, and one for a mesh on which the step fits, if it doesn't on this one."""
         for words, other in self.changes:
-            gain = f"{other.step.tflops / self.best.step.tflops:.2f} times the speed, {other.size / GIB:,.0f} GiB"
+            speed = other.step.tflops / self.best.step.tflops
+            gain = f"{speed:.2f} times the speed, {other.bytes_needed / GIB:,.0f} GiB"
             yield f"change first: {words}: {gain}{'' if other.fits else ', still too much'}"
         if self.other is not None:
-            yield f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.size / GIB:.0f} GiB"
+            yield f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.bytes_needed / GIB:.0f} GiB"
 
 
 def limit(candidate: RankStep) -> str:
     """Return a text of what takes longest, and of the link that ranks wait for."""
     step = candidate.step
-    times = {**step.kinds, "bubble": step.bubble, "optimizer": step.optimizer}
+    times = {**step.seconds_by_kind, "bubble": step.bubble, "optimizer": step.optimizer}
     times |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
     longest = max(times, key=times.__getitem__)
     kind, wait = max(step.waits.items(), key=lambda item: item[1].exposed)
@@ -147,7 +148,7 @@ def plan(
         raise PlanError(f"--micro-batches {micro_batches}: at least one")
     hardware = Hardware.of(rates)
     ranks = mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
-    del ranks["fsdp"]  # all other ranks
+    del ranks["fsdp"]  # MeshLayout derives it: the ranks that are left
     layout = MeshLayout(gpus, sequences, context, recomputed=recompute or 0.0, **ranks)
     if mesh:
         layout = layout.in_micro_batches(micro_batches)
@@ -160,7 +161,7 @@ def plan(
             recipe = getattr(recipes, name)() if in_fp8 else None
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=in_fp8 and fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
-        region_bytes = in_pairs(shapes.width) if checkpoint_in_fp8 else BF16
+        region_bytes = fp8_region_bytes(shapes.width) if checkpoint_in_fp8 else BF16
         precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, region_bytes=region_bytes, algorithm=algorithm)
         return RankStep(shapes, layout, precision, hardware)
 
@@ -178,12 +179,12 @@ def plan(
 
 def merit(candidate: RankStep) -> tuple[bool, float]:
     """Return a key that is largest for the fastest step that fits; if none fits, for the smallest."""
-    return candidate.fits, candidate.step.tflops if candidate.fits else -candidate.size
+    return candidate.fits, candidate.step.tflops if candidate.fits else -candidate.bytes_needed
 
 
-def in_pairs(width: int) -> float:
+def fp8_region_bytes(width: int) -> float:
     """Return the bytes an element that octavo.checkpoint_in_fp8 keeps: a code, and its share of a row's scale."""
-    return 1 + 4 / width
+    return CODE + FLOAT / width
 
 
 def with_changes(
@@ -231,12 +232,13 @@ def _neighbours(candidate: RankStep) -> Iterator[tuple[str, Iterator[RankStep]]]
     layout, ranks = candidate.layout, candidate.layout.ranks
     yield "checkpoint activations (--recompute 1)", with_changes(candidate, recomputed=1.0)
     yield "keep activations (--recompute 0)", with_changes(candidate, recomputed=0.0)
-    in_fp8 = {"region_bytes": in_pairs(candidate.model_shapes.width)}
+    in_fp8 = {"region_bytes": fp8_region_bytes(candidate.model_shapes.width)}
     yield "octavo.checkpoint_in_fp8 in the place of torch's", with_changes(candidate, in_fp8)
     for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
         yield f"micro-batches of {size} sequences", with_changes(candidate, micro_batch_size=size)
     yield "twice as many tokens a step", with_changes(candidate, sequences=2 * layout.sequences)
-    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", with_changes(candidate, {"reduction": 2})
+    reduced = with_changes(candidate, {"reduction": "by server"})
+    yield "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)", reduced
     if candidate.precision.recipe in STORED:
         yield "weights, masters and moments in FP8", with_changes(candidate, {"state": "FP8"})
     for more, fewer in itertools.permutations(RANKS[:-1], 2):

@@ -54,7 +54,8 @@ class Rank:
 
     def __post_init__(self) -> None:
         """Raise PlanError for a layout by which the model does not divide, with one that does."""
-        for fault in itertools.chain(self._undivided_features_and_experts(), self._undivided_ranks()):
+        faults = itertools.chain(self._undivided_features_and_experts(), self._undivided_ranks())
+        if (fault := next(faults, None)) is not None:
             raise PlanError(fault)
 
     def _undivided_ranks(self) -> Iterator[str]:
@@ -97,7 +98,7 @@ class Rank:
         return self.model_shapes.divided(self.layout.tensor, self.layout.pipeline, self.layout.expert)
 
     @property
-    def state(self) -> StateBytes:
+    def state_bytes(self) -> StateBytes:
         """Bytes an element of what the optimizer updates."""
         return STATE_BYTES[self.precision.state]
 
@@ -133,33 +134,33 @@ class Rank:
         return {**self._weights_and_state(), "activations": self._activations(), "logits": logits}
 
     @property
-    def size(self) -> float:
+    def bytes_needed(self) -> float:
         """Bytes of a GPU, of all kinds."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
         """Whether the GPU has this memory."""
-        return self.size <= (self.hardware.memory or math.inf)
+        return self.bytes_needed <= (self.hardware.memory or math.inf)
 
     def moments(self, part: Shapes) -> float:
         """Return bytes of moments a parameter of a part: AdamW keeps two, and Muon one of a block's matrices."""
         matrices = part.layers * sum(w.elements for w in part.block if w.cols > 1)
         muons_share = matrices / part.parameters * (self.precision.algorithm == "muon")
-        return self.state.moments * (1 - muons_share / 2)
+        return self.state_bytes.moments * (1 - muons_share / 2)
 
     def _weights_and_state(self) -> Counter[str]:
         """Return bytes of weights, masters, moments, gradients (float32), and what FSDP2 has gathered at a time.
 
         The latter are two blocks' weights and gradients.
         """
-        layout, state = self.layout, self.state
+        layout, state_bytes = self.layout, self.state_bytes
         bytes_by_kind: Counter[Any] = Counter()
         for part, ranks, _ in self.shards:
             shard = part.parameters / ranks
             resident = shard if layout.reshards else part.parameters
             largest = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
-            sizes = {"weights": state.weight * resident, "masters": state.master * shard}
+            sizes = {"weights": state_bytes.weight * resident, "masters": state_bytes.master * shard}
             sizes |= {"moments": self.moments(part) * shard, "gradients": FLOAT * resident}
             bytes_by_kind.update(sizes | {"gathered": 4 * BF16 * largest * layout.reshards})
         return bytes_by_kind

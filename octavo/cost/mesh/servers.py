@@ -68,9 +68,9 @@ class Hardware:
         """Return how many of a group's ranks, ``stride`` GPUs apart, are in one server."""
         return max(1, min(ranks, self.server // stride))
 
-    def exchange(self, size: float, ranks: int, stride: int, levels: int) -> float:
-        """Return seconds of all-to-alls that reduce so many bytes at one level or at two, one after the other."""
-        if levels == 1:
+    def exchange(self, size: float, ranks: int, stride: int, by_server: bool) -> float:
+        """Return seconds of all-to-alls that reduce so many bytes: of one, or in each server and then between them."""
+        if not by_server:
             return self.wire(size, ranks, stride, directly=True)
         here = self.ranks_in_server(ranks, stride)
         inside = self.wire(size, here, stride, directly=True)

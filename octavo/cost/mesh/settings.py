@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from octavo.cost.mesh.shapes import BF16, CODE
 from octavo.cost.rates import PlanError
@@ -97,8 +98,8 @@ def mesh_of(text: str, gpus: int) -> dict[str, int]:
 class Precision:
     """The products and messages that are in FP8; each is octavo's way unless said otherwise.
 
-    ``reduction``: 0: gradients are reduce-scattered in bf16; 1: sent in FP8 by one all-to-all of all ranks; 2: by one
-    inside each server, then one between servers. In FP8 they are pairs in blocks of 128
+    ``reduction``: gradients are reduce-scattered in "bf16", or sent in FP8: by "one all-to-all" of all ranks, or "by
+    server", in one inside each, then one between servers. In FP8 they are pairs in blocks of 128
     (``octavo.distributed.Fp8Reduction``), and the time of casts and sums is left out. ``pairs``: inputs and gradients
     that tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
     whose scale ranks share first. Gathered tensors are kept for backward; sums over ranks stay in bf16.
@@ -109,7 +110,7 @@ class Precision:
     name: str
     recipe: str = "dynamic"  # of the products, by its name in octavo.recipes; "bf16": none
     gathers: bool = False  # FSDP2 gathers weights in FP8, else in bf16
-    reduction: int = 0
+    reduction: Literal["bf16", "one all-to-all", "by server"] = "bf16"
     pairs: bool = False
     as_megatron: bool = False
     state: str = "float32"  # weights, masters and moments: one of rank.STATE_BYTES

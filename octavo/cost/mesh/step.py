@@ -23,9 +23,9 @@ from octavo.scaling.recipe import Recipe
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step on each GPU: ``kinds`` of compute, and what nothing hides; TFLOP/s that the model needs."""
+    """Seconds of a step on each GPU: of compute by kind, and of what nothing hides; TFLOP/s that the model needs."""
 
-    kinds: Mapping[str, float]
+    seconds_by_kind: Mapping[str, float]
     waits: Mapping[str, Wait]
     bubble: float
     optimizer: float
@@ -37,7 +37,7 @@ class RankStep(Rank):
     """A rank's compute and waits for a micro-batch, and its step; all stages of a pipeline are equally long."""
 
     @functools.cached_property
-    def kinds(self) -> dict[str, float]:
+    def seconds_by_kind(self) -> dict[str, float]:
         """Seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
         layout, rates, model, hardware = self.layout, self.hardware.rates, self.model_shapes, self.hardware
         layers = [layer_seconds(self, weight) for weight in self.rank_shapes.block if weight.converted]
@@ -60,14 +60,14 @@ class RankStep(Rank):
         }
 
     @property
-    def compute(self) -> float:
+    def compute_seconds(self) -> float:
         """Seconds of forward, a third of them, and backward."""
-        return sum(self.kinds.values())
+        return sum(self.seconds_by_kind.values())
 
     @functools.cached_property
     def fsdp(self) -> Wait:
         """A round of the collectives of FSDP2 and of HSDP's replicas, of which a micro-batch's compute hides some."""
-        return messages.fsdp(self, forward=self.compute / 3, backward=2 * self.compute / 3)
+        return messages.fsdp(self, forward=self.compute_seconds / 3, backward=2 * self.compute_seconds / 3)
 
     @functools.cached_property
     def optimizer(self) -> float:
@@ -79,7 +79,7 @@ class RankStep(Rank):
         seconds = 0.0
         hardware = self.hardware
         for part, ranks, stride in self.shards:
-            moved = 2 * (self.state.master + self.moments(part)) + FLOAT + BF16
+            moved = 2 * (self.state_bytes.master + self.moments(part)) + FLOAT + BF16
             seconds += moved * part.parameters / ranks / hardware.rates.copy
             for w in part.block if self.precision.algorithm == "muon" else ():
                 if w.cols > 1:
@@ -95,11 +95,11 @@ class RankStep(Rank):
         tensor, expert = messages.tensor(self), messages.expert(self)
         waits = {"fsdp": self.fsdp.times(count if layout.reshards else 1)}
         waits |= {"tensor": tensor.times(count), "expert": expert.times(count)}
-        kinds = {kind: count * seconds for kind, seconds in self.kinds.items()}
-        bubble = (layout.pipeline - 1) / layout.chunks * (self.compute + tensor.seconds + expert.seconds)
-        total = sum(kinds.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.optimizer
+        seconds_by_kind = {kind: count * seconds for kind, seconds in self.seconds_by_kind.items()}
+        bubble = (layout.pipeline - 1) / layout.chunks * (self.compute_seconds + tensor.seconds + expert.seconds)
+        total = sum(seconds_by_kind.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.optimizer
         flop = layout.sequences * layout.sequence_length * self.model_shapes.flop(layout.sequence_length) / layout.gpus
-        return Step(kinds, waits, bubble, self.optimizer, total, flop / total / 1e12)
+        return Step(seconds_by_kind, waits, bubble, self.optimizer, total, flop / total / 1e12)
 
 
 def layer_seconds(rank: Rank, weight: Weight) -> tuple[float, float]:

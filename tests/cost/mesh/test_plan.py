@@ -12,7 +12,7 @@ import torch
 
 from octavo import checkpoint_in_fp8, cli
 from octavo.cost.mesh import plan
-from octavo.cost.mesh.plan import fastest_mesh, improvements, in_pairs, limit, merit
+from octavo.cost.mesh.plan import fastest_mesh, fp8_region_bytes, improvements, limit, merit
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import MeshLayout, Precision
 from octavo.cost.mesh.shapes import Shapes, Weight
@@ -63,13 +63,13 @@ def test_what_limits_and_what_to_change() -> None:
     layout = MeshLayout(64, 128, 8192, tensor=2, micro_batch_size=2)
     rank = RankStep(wide, layout, Precision("dynamic", gathers=True, pairs=True), Hardware())
     assert "of the step is products" in limit(rank) and "NVLink" in limit(rank)
-    small = replace(rank, hardware=replace(rank.hardware, memory=0.7 * rank.size))
+    small = replace(rank, hardware=replace(rank.hardware, memory=0.7 * rank.bytes_needed))
     ways = improvements(small)
     orders = [merit(way) for _, way in ways]
     assert ways and ways[0][1].fits and orders == sorted(orders, reverse=True)
     assert fastest_mesh(small).fits and merit(fastest_mesh(small)) >= merit(ways[0][1])
     none = replace(rank, hardware=replace(rank.hardware, memory=1e6))
-    assert not fastest_mesh(none).fits and all(way.size < none.size for _, way in improvements(none))
+    assert not fastest_mesh(none).fits and all(way.bytes_needed < none.bytes_needed for _, way in improvements(none))
     slow = replace(rank, layout=replace(layout, tensor=1), hardware=replace(rank.hardware, network=1e8))
     assert "the network between servers, on which ranks wait for fsdp" in limit(slow)
 
@@ -77,11 +77,11 @@ def test_what_limits_and_what_to_change() -> None:
 def test_another_mesh_is_named_where_this_one_is_too_small_and_no_link_where_none_limits() -> None:
     layout = MeshLayout(8, 64, 1024, micro_batch_size=4)
     rank = RankStep(SHAPES, layout, BF16, Hardware())
-    small = replace(rank, hardware=replace(rank.hardware, memory=0.5 * rank.size))
-    other = replace(small, layout=replace(layout, tensor=2), hardware=replace(rank.hardware, memory=rank.size))
+    small = replace(rank, hardware=replace(rank.hardware, memory=0.5 * rank.bytes_needed))
+    other = replace(small, layout=replace(layout, tensor=2), hardware=replace(rank.hardware, memory=rank.bytes_needed))
     lines = list(plan.MeshPlan({"compiled": [small]}, small, [("half", other)], other)._what_to_change())
     assert lines[0].startswith("change first: half: ") and lines[1].startswith("bf16 fits with ")
-    assert "tensor=2" in lines[1] and f": {other.size / plan.GIB:.0f} GiB" in lines[1]
+    assert "tensor=2" in lines[1] and f": {other.bytes_needed / plan.GIB:.0f} GiB" in lines[1]
     alone = replace(rank, layout=MeshLayout(1, 64, 1024, micro_batch_size=4))
     assert limit(alone).endswith("; no link limits") and "% of the step is" in limit(alone)
 
@@ -90,4 +90,4 @@ def test_what_checkpointed_layers_keep_in_fp8() -> None:
     x = torch.randn(64, 96, dtype=torch.bfloat16, requires_grad=True)
     with region_counts() as bytes_of_layers:
         checkpoint_in_fp8(torch.sin, x)
-    assert bytes_of_layers[""] == (1, 2 * x.numel(), in_pairs(96) * x.numel())
+    assert bytes_of_layers[""] == (1, 2 * x.numel(), fp8_region_bytes(96) * x.numel())

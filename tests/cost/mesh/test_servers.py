@@ -29,7 +29,7 @@ def test_a_wire_takes_what_its_narrowest_part_takes() -> None:
     assert ring == pytest.approx((servers - 1) * ranks_per_server / ranks_per_server)
     straight = slow.wire(ranks, ranks, 1, directly=True)  # each rank's byte from all ranks elsewhere
     assert straight == ranks - ranks_per_server
-    assert slow.exchange(ranks, ranks, 1, 1) == straight
-    assert slow.exchange(ranks, ranks, 1, 2) == pytest.approx(ring)  # of as many bytes
+    assert slow.exchange(ranks, ranks, 1, by_server=False) == straight
+    assert slow.exchange(ranks, ranks, 1, by_server=True) == pytest.approx(ring)  # of as many bytes
     alone = (slow.wire(servers, servers, ranks_per_server, directly) for directly in (False, True))
     assert list(alone) == [servers - 1, servers - 1]

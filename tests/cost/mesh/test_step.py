@@ -15,8 +15,8 @@ from tests.support.meshes import BF16, BLOCK, FP8, LAYOUT, SHAPES, rank_step
 
 def test_recomputation_trades_time_for_memory_and_a_batch_memory_for_collectives() -> None:
     saved, again = rank_step(), rank_step(recomputed=1.0)
-    assert again.memory["activations"] < saved.memory["activations"] and again.compute > saved.compute
-    assert again.kinds["attention"] == pytest.approx(4 / 3 * saved.kinds["attention"])
+    assert again.memory["activations"] < saved.memory["activations"] and again.compute_seconds > saved.compute_seconds
+    assert again.seconds_by_kind["attention"] == pytest.approx(4 / 3 * saved.seconds_by_kind["attention"])
     in_fp8 = replace(again, precision=replace(again.precision, region_bytes=1))
     inputs = 2 * LAYOUT.micro_batch_size * LAYOUT.sequence_length * SHAPES.width * SHAPES.layers  # of a micro-batch
     assert again.memory["activations"] - in_fp8.memory["activations"] == pytest.approx(inputs / 2)
