@@ -1,7 +1,7 @@
 """Whether FP8 pays for a model on one device: tables of the steps, then what to do, a sentence for each decision.
 
 ``describe_rates`` is what ``octavo info --measure`` says of a device alone: its rates, and which layers gain by them.
-``describe_plan`` is the whole text of ``octavo plan`` without ``--gpus``, in this order:
+``describe_plan`` and ``change_that_fits`` are the text of ``octavo plan`` without ``--gpus``, below its first line:
 
 | sentence | is there | function |
 |---|---|---|

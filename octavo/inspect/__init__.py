@@ -7,13 +7,13 @@ faults in it, ``diagnose`` makes findings of what they see, and ``verdict`` says
 |---|---|
 | what is counted in a recorded step, and when does it reach the host? | ``recorder.py`` |
 | what is counted of casts, weights and outputs? | ``rows.py``, ``weight_updates.py``, ``module_outputs.py`` |
-| what would the same step give in high precision? | ``twin.py``, by the next five |
+| what would the same step give in high precision? | ``twin.py``, by the files of the next four rows |
 | which forwards did the step run, and which gradients did they get? | ``notes.py`` |
 | how does a forward run again without a trace? | ``forwards.py``, ``module_state.py`` |
 | how are gradients compared, and with what the loss does? | ``products.py``, ``slope.py`` |
 | does the program still compute what it did at first? | ``first_batch.py`` |
 | which files has a record, and what do their numbers mean? | ``record.py``; what tests read of it: ``training.py`` |
-| which faults are known, and by which limits are they found? | ``rules.py`` |
+| which faults are known, and by which limits? | ``rules.py``; those of casts: ``incidents.KINDS``, ``findings.py`` |
 | how is one looked for? | by what it reads: ``of_steps.py``, ``of_weights.py``, ``of_layers.py`` |
 | which fault explains which other one? | ``incidents.py``; ``findings.py`` returns causes before effects |
 | what changed first, whatever it is? | ``departures.py`` |
@@ -22,7 +22,7 @@ faults in it, ``diagnose`` makes findings of what they see, and ``verdict`` says
 | where was the first inf or NaN? | ``faults.py``, which needs no record |
 | how is all that shown? | ``report.py``, ``command.py`` |
 
-A record is the folder of a run. In shapes [records, ...] counts recorded steps.
+A record is the folder of a run. In a shape, ``records`` is the number of recorded steps.
 """
 
 from octavo.inspect.faults import Fault, FaultError, FaultTrace, trace_faults

@@ -92,9 +92,9 @@ class Recorder:
             losses and weights' gradients are apart: the one measurement that tells whether FP8 is the cause. Before it
             a quarter of the first recorded batch runs again: what modules and backward compute of it tells a change of
             the program from one of the data. After it the same forward runs from weights moved along the gradients,
-            which tells whether backward is that of the forward. None leaves a trace in the training; they take two and
-            a quarter forwards, one and a quarter backwards, and memory for activations, gradients and a copy of the
-            weights.
+            which tells whether backward is that of the forward. No run leaves a trace in the training; they take two
+            and a quarter forwards, one and a quarter backwards, and memory for activations, gradients and a copy of the
+            weights; the first recorded step, and later ones where needed, a forward and a backward in FP8 more.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
             and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
 
@@ -145,7 +145,7 @@ class Recorder:
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
-        self._written: Table | None = None
+        self._table_written: Table | None = None
         self._tied, self._trained, self._updates = tied_names(model), trained_names(model), Updates(optimizer)
         self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
@@ -195,8 +195,9 @@ class Recorder:
         """Record an event of this step.
 
         A recorder itself records each "switch" and "recovery" of its schedule, each step that is "skipped" by the
-        schedule or by an optimizer of octavo.optim, parameters that modules no longer share ("untied"), and those that
-        no longer require a gradient ("frozen"). Other events are recorded by calling this.
+        schedule or by an optimizer of octavo.optim, parameters that modules no longer share ("untied"), those that no
+        longer require a gradient ("frozen"), and steps without a twin ("no twin") or that it could not watch
+        ("unwatched"). Other events are recorded by calling this.
         """
         with self._or_ends():
             if self._writer is not None:
@@ -298,7 +299,7 @@ class Recorder:
             self._twin = None
         if comparison is None:
             return counts
-        counts |= {"twin": comparison.products, "moved_loss": comparison.moved}
+        counts |= {"twin": comparison.products, "control_loss_ratio": comparison.control_loss_ratio}
         outputs = comparison.outputs
         return counts if outputs is None else counts | {"outputs": outputs.sums, "samples": outputs.values}
 
@@ -321,7 +322,7 @@ class Recorder:
         if self._writer is None:
             return
         if self._twin is not None and "twin" in counts:
-            self._twin.arrived(counts["twin"], counts["moved_loss"])
+            self._twin.arrived(counts["twin"], counts["control_loss_ratio"])
         scalars, events = self._scalars_and_events(sent.noted, values)
         with self._or_ends():
             self._writer.add_lines(*events, *({"step": step, **of_step} for step, of_step in scalars.items()))
@@ -349,10 +350,10 @@ class Recorder:
     def _write_counts(self, writer: RecordWriter, sent: _Sent, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Write the counts of a recorded step, and what they belong to where that changed; return its arrays."""
         self._say_unwatched(writer, sent.step, tensors["moved"])
-        if self._written is not sent.table:
+        if self._table_written is not sent.table:
             rows = [row.as_dict() for row in sent.table.rows]
             writer.write(f"rows-{sent.step:08d}.json", json.dumps(rows, indent=1))
-            self._written = sent.table
+            self._table_written = sent.table
             if self._recipes is not None:
                 writer.write(RECIPES_FILE, to_json(self._recipes))
         counts = {name: tensor.numpy() for name, tensor in tensors.items()}

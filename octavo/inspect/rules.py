@@ -273,7 +273,7 @@ FAULT_RULES: dict[str, Rule] = {
     "master_unmoved": _unmoved(
         text=BELOW.format("master"),
         remedy='octavo.optim.AdamW(model.parameters(), master="fp32")',
-        expected="keeps all what is rounded off",
+        expected="keeps all that is rounded off",
     ),
     # share of second moments that are flushed
     "moments_flushed": _about(kind="second moments", limit=1e-2, test=find_flushed)(

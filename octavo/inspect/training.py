@@ -23,8 +23,9 @@ RECORDS_BEFORE = 8  # a measure is compared with the median of so many earlier r
 FEW = 3  # a fault has to last for so many recorded steps, or steps
 CERTAIN = 8.0  # what a Hit reports as times its limit where a fault has no measure
 LIKELY = 4.0  # the same, of what may be no fault
-# a change of a weight over three times what explains it: the updates of the steps since the last recorded one, all
-# in one direction; what else changed it before; or, of its root mean square, the changes of sampled numbers
+# A change of a weight beyond EXPLAINED times what explains it was written by something else. It is explained by the
+# updates since the last recorded step, all in one direction; by what others usually change; or, if it is of the root
+# mean square, by the change of its sampled numbers.
 EXPLAINED = 3
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
 CHANGED = 0.1  # the change of a module's output over its size: one that changes by less means nothing

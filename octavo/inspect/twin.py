@@ -129,7 +129,7 @@ class Comparison(NamedTuple):
         lowest_cosine: in later steps that run once more in FP8 the lowest such cosine of a layer.
         share_left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over
             the norm of all weights' gradients after the last.
-        moved: by how much the step's run once more in FP8 changes its loss, over the change by the twin; else 0.
+        control_loss_ratio: |loss of the run once more in FP8 - the step's| / |the twin's - the step's|; 0 without one.
         slope: of the twin's first forward, see slope.py.
         outputs: by how far modules' outputs of the first recorded batch moved since the last recorded step.
     """
@@ -142,7 +142,7 @@ class Comparison(NamedTuple):
     reproduced: Tensor | None
     lowest_cosine: Tensor | None
     share_left: Tensor
-    moved: Tensor
+    control_loss_ratio: Tensor
     slope: Tensor
     outputs: OutputChanges | None
 
@@ -184,13 +184,13 @@ class _StepInFP8(NamedTuple):
     Attributes:
         products: of these gradients and the twin's.
         loss_change: the twin's loss less this one.
-        moved: Comparison.moved.
+        control_loss_ratio: Comparison.control_loss_ratio.
         cosines: Products.cosines of the step's gradients and these; a single 1 for the step itself.
     """
 
     products: Products
     loss_change: Tensor
-    moved: Tensor
+    control_loss_ratio: Tensor
     cosines: Tensor
 
 
@@ -257,12 +257,14 @@ class Twin:
         comparison, self._comparison = self._comparison, None
         return comparison
 
-    def arrived(self, products: Tensor, moved: Tensor) -> None:
+    def arrived(self, products: Tensor, control_loss_ratio: Tensor) -> None:
         """Let later steps have a control if a layer's gradient is unlike its twin's, or the loss not its control's.
 
-        ``products``, ``moved``: a Comparison's, on the CPU.
+        ``products``, ``control_loss_ratio``: a Comparison's, on the CPU.
         """
-        self._needs_controls |= bool((cosines_of(products) < DIFFERING_COSINE).any()) or float(moved) > MOVED_LOSS
+        self._needs_controls |= (
+            bool((cosines_of(products) < DIFFERING_COSINE).any()) or float(control_loss_ratio) > MOVED_LOSS
+        )
 
     def end(self) -> None:
         """Note no more forwards, and forget those that were noted."""
@@ -358,7 +360,7 @@ class Twin:
             reproduced=first_cosines[-1] if is_first else None,
             lowest_cosine=lowest if needs_control and not is_first else None,
             share_left=self._share_left(squares_left, of_step.products, layers),
-            moved=fp8.moved,
+            control_loss_ratio=fp8.control_loss_ratio,
             slope=change_along / predicted,
             outputs=twin.outputs,
         )
@@ -375,8 +377,8 @@ class Twin:
         both = zip(run.pairs, twin.pairs, strict=True)  # of weights that have a gradient of the step
         pairs = [(None if of_step is None else of_control, of_twin) for (of_step, of_control), (_, of_twin) in both]
         products = self._sums.products(pairs, len(layers), is_first_run_again=True)
-        moved = (run.loss_change / twin.loss_change).abs()
-        return _StepInFP8(products, twin.loss_change - run.loss_change, moved, cosines)
+        control_loss_ratio = (run.loss_change / twin.loss_change).abs()
+        return _StepInFP8(products, twin.loss_change - run.loss_change, control_loss_ratio, cosines)
 
     def _reason_against(self, calls: Sequence[Call], with_gradient: Sequence[Tensor]) -> str:
         """Return why this step has no twin; empty if it has one."""

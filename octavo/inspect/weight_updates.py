@@ -268,7 +268,7 @@ class Updates:
     @torch.no_grad()
     def _since(self) -> Tensor:
         """Return MOVED from the step's begin until now, summed over samples: float64 [weights, 18]."""
-        new, after = _read(self._weights, self.optimizer)
+        samples, after = _read(self._weights, self.optimizer)
         before, begun = self._before, self._begun.weights
         is_watched = self._gradients is not None
         gradient_lengths, gradients = self._gradients or self._read_gradients()
@@ -279,17 +279,18 @@ class Updates:
         is_changed = torch.stack([update, master_update]) != 0
         sums["changed"], sums["master_changed"] = is_changed.sum(-1, dtype=torch.float64)
         sizes = list[tuple[int, ...]]()
-        for then, now, gradient_length in zip(before.forms, new, gradient_lengths, strict=True):
-            elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
-            compares = now.master is not None and now.master == then  # not in the first step, which creates the master
-            masters, second, before_update = elements * compares, len(now.second), elements * is_watched
+        for form_before, sample, gradient_length in zip(before.forms, samples, gradient_lengths, strict=True):
+            elements, moments = len(sample.elements), len(sample.moments[0]) if sample.moments else 0
+            # not in the first step, which creates the master
+            has_same_master = sample.master is not None and sample.master == form_before
+            masters, second, before_update = elements * has_same_master, len(sample.second), elements * is_watched
             sizes.append((elements, moments, masters, gradient_length, second, before_update))
         counts = _on_device(tuple(sizes), update.device).unbind(1)
         sums |= zip(COUNTS, counts, strict=True)
         if not is_watched:  # gradients that are left are known to be of this step where the weight changed
             sums["gradients"] = sums["gradients"] * (sums["changed"] > 0)
-        sums["first_flushed"], sums["second_flushed"] = _flushed(new)
-        sums["second_moment_sum"] = padded([sample.second for sample in new]).double().sum(-1)
+        sums["first_flushed"], sums["second_flushed"] = _flushed(samples)
+        sums["second_moment_sum"] = padded([sample.second for sample in samples]).double().sum(-1)
         self._last = after.weights
         return torch.stack([sums[name] for name in MOVED_NAMES], 1)
 

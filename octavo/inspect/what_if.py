@@ -51,9 +51,12 @@ Key = tuple[str, str]  # a layer's name and a recipe's
 Change = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
 EMPTY: dict[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
-DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
+# A loss is taken to fall with the number of steps t as t^-DESCENT, so where updates lose a share s of their direction,
+# it is higher by DESCENT s. Late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on
+# more.
+DESCENT = 0.1
 WITHOUT = high_precision().name
-LEAST_LEFT = 0.8  # of a layer's predicted loss: another recipe is taken if it leaves less, as more may be chance
+MOST_LEFT = 0.8  # another recipe is taken if it leaves less than this of a layer's predicted loss: more may be chance
 RUNS = 500  # passes with one layer alone in FP8, by default
 SHOWN = 10  # layers of each recipe, in a table
 
@@ -100,7 +103,7 @@ class Effect:
 
     @property
     def predicted(self) -> float:
-        """The predicted loss, curvature + DESCENT × (1 - cosine): infinite where either is not finite."""
+        """The predicted loss: max(curvature, 0) + DESCENT × (1 - cosine), infinite where either is not finite."""
         predicted = max(self.curvature, 0.0) + DESCENT * (1 - self.cosine)
         return predicted if math.isfinite(predicted) else math.inf
 
@@ -254,7 +257,7 @@ class WhatIf:
     def _worth(self, change: Key, present: str) -> tuple[float, float]:
         """Return the loss that a layer's change saves, divided by its cost, and the loss itself."""
         unchanged = change[0], present
-        if self._losses[change] >= LEAST_LEFT * self._losses[unchanged]:
+        if self._losses[change] >= MOST_LEFT * self._losses[unchanged]:
             return -math.inf, 0.0
         saved, cost = self._losses[unchanged] - self._losses[change], self._costs[change] - self._costs[unchanged]
         return (saved / cost if cost > 0 else math.inf), saved
@@ -579,11 +582,14 @@ def _products(
 def _change_between(exact: LossAndGradients, changed: LossAndGradients, first_order: float) -> Change:
     """Return an Effect's loss, curvature, cosine, norm_ratio; ``first_order``: that term of the loss's change."""
     (exact_loss, x), (loss, y) = exact, changed
-    dot, norm, other = (
+    dot, exact_square, changed_square = (
         sum(float(p.double().flatten() @ q.double().flatten()) for p, q in pairs if p is not None and q is not None)
         for pairs in (zip(x, y, strict=True), zip(x, x, strict=True), zip(y, y, strict=True))
     )
-    cosine, ratio = (dot / math.sqrt(norm * other), math.sqrt(other / norm)) if norm and other else (math.nan, math.nan)
+    cosine = ratio = math.nan
+    if exact_square and changed_square:
+        cosine = dot / math.sqrt(exact_square * changed_square)
+        ratio = math.sqrt(changed_square / exact_square)
     return (loss - exact_loss) / abs(exact_loss), (loss - exact_loss - first_order) / abs(exact_loss), cosine, ratio
 
 

@@ -1,4 +1,4 @@
-"""A training step of a transformer on a mesh of GPUs, by formulas of which none is measured or fitted.
+"""A training step of a transformer on a mesh of GPUs, by formulas; no constant was fitted to a measured step.
 
 | question | file |
 |---|---|

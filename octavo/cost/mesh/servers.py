@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from octavo.cost.rates import IN_BF16, PlanError, Rates, rates_of
 
-# of a product's rate on a lone GPU, measured for seconds, the share that is published of others: 600 of 718 TFLOP/s in
-# bf16, 1,125 of 1,309 in FP8 (pytorch/FBGEMM#2546, pytorch/ao#2784)
+# Of the rate of products that a lone GPU reached for seconds, the share that others publish for training: 600 TFLOP/s
+# where 718 were measured in bf16, 1,125 where 1,309 in FP8 (pytorch/FBGEMM#2546, pytorch/ao#2784).
 SUSTAINED = 0.84
 
 

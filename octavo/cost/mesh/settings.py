@@ -61,7 +61,7 @@ class MeshLayout:
         """Return the layout with so many micro-batches, PlanError if sequences don't divide by them; None: as it is."""
         if count is None:
             return self
-        layout = replace(self, micro_batch_size=max(1, self.micro_batches // max(1, count)))
+        layout = replace(self, micro_batch_size=max(1, self.micro_batches * self.micro_batch_size // max(1, count)))
         if layout.micro_batches != count:
             rank_sequences = self.sequences // self.data_ranks
             raise PlanError(f"--micro-batches {count} does not divide the {rank_sequences} sequences of a rank")
@@ -113,7 +113,7 @@ class Precision:
     reduction: Literal["bf16", "one all-to-all", "by server"] = "bf16"
     pairs: bool = False
     as_megatron: bool = False
-    state: str = "float32"  # weights, masters and moments: one of rank.STATE_BYTES
+    state: str = "float32"  # "float32": bf16 weights, float32 masters and moments; "FP8": codes, see rank.STATE_BYTES
     region_bytes: float = BF16  # of each element of the input that a recomputed layer keeps
     algorithm: str = "adamw"  # "muon": of the blocks' matrices
 

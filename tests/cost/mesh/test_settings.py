@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cost.mesh.settings import mesh_of
+from octavo.cost.mesh.settings import MeshLayout, mesh_of
 from octavo.cost.rates import PlanError
 
 
@@ -17,3 +17,8 @@ def test_a_mesh_of_a_flag_has_as_many_ranks_as_gpus() -> None:
     ):
         with pytest.raises(PlanError, match=says):
             mesh_of(mesh, 16)
+
+
+def test_micro_batches_are_counted_whatever_their_size_was() -> None:
+    layout = MeshLayout(8, 64, 1024, micro_batch_size=2)
+    assert layout.in_micro_batches(layout.micro_batches) == layout and layout.in_micro_batches(2).micro_batch_size == 4
