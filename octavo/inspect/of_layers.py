@@ -106,7 +106,7 @@ BUSY = 16  # the last recorded step's tokens for each expert: with fewer an expe
 
 def find_idle_experts(run: Training, expert_is_idle: Rule) -> Iterator[Hit]:
     """Yield experts that get no tokens up to the last recorded step."""
-    for load in run.record.loads():
+    for load in run.record.expert_loads():
         for expert, step in load.idle.items():
             if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= BUSY * len(load.tokens):
                 texts = {"expert": expert, "count": len(load.tokens)}

@@ -128,9 +128,9 @@ class OfExperts(NamedTuple):
     Attributes:
         measures, exponents: as a Record's, but a row of experts has those of its worst expert alone, whose
             measure exceeds its limit by the largest factor.
-        worst_expert: [steps, rows], its index; -1 in other rows.
-        beyond: [steps, rows], how many experts have a measure beyond its limit.
-        tokens: {layer: [steps, experts]}, float64: tokens of each expert in a recorded step; nan where not counted.
+        worst_expert: [records, rows], its index; -1 in other rows.
+        beyond: [records, rows], how many experts have a measure beyond its limit.
+        tokens: {layer: [records, experts]}, float64: tokens of each expert in a recorded step; nan where not counted.
     """
 
     measures: dict[str, Any]
@@ -141,7 +141,7 @@ class OfExperts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """The tokens of each expert of a layer in the last recorded step, and since which recorded step some got none."""
 
     name: str
@@ -168,19 +168,19 @@ class Record:
     Attributes:
         rows: casts of layers' roles; where a recipe changed, the new casts are further rows.
         steps: the recorded steps.
-        measures: measures_of's by name, each [steps, rows], float64; nan where nothing was counted.
-        exponents: [steps, rows, 64]: how many numbers have each binary exponent, from Counted.lowest on.
+        measures: measures_of's by name, each [records, rows], float64; nan where nothing was counted.
+        exponents: [records, rows, 64]: how many numbers have each binary exponent, from Counted.lowest on.
         layers: the layers whose weights were recorded.
-        weights: weight_measures' and twin_measures' by name, each [steps, layers], float64; nan where no twin ran.
+        weights: weight_measures' and twin_measures' by name, each [records, layers], float64; nan where no twin ran.
         scalars: {name: (steps, their numbers)}.
         events: (step, kind, text).
         experts: None if no layer has experts.
         others: names of all other parameters: biases, norms' weights, embeddings.
-        of_others: as ``weights``, each [steps, others].
+        of_others: as ``weights``, each [records, others].
         modules: names of modules whose inputs and outputs of the first recorded batch were compared; "" is the model.
-        of_modules: output_changes' by name, each [steps, modules], float64; nan where no twin ran, and at first.
+        of_modules: output_changes' by name, each [records, modules], float64; nan where no twin ran, and at first.
         parameters: names of those whose gradients of the first recorded batch were compared.
-        of_parameters: "change", of these gradients, over their sizes: [steps, parameters], nan as in ``of_modules``.
+        of_parameters: "change", of these gradients, over their sizes: [records, parameters], nan as in ``of_modules``.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -243,9 +243,9 @@ class Record:
         fields = {name: chosen(values) for name in names if (values := getattr(self, name)) is not None}
         return replace(self, steps=[self.steps[at] for at in indices], **fields)
 
-    def loads(self) -> list[Load]:
+    def expert_loads(self) -> list[ExpertLoad]:
         """Return each layer's load; layers of a fused module, which get the same tokens, share the first one's."""
-        loads: dict[str, Load] = {}
+        loads: dict[str, ExpertLoad] = {}
         for layer, tokens in self.experts.tokens.items() if self.experts is not None else ():
             counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
             if not len(counted):
@@ -255,8 +255,8 @@ class Record:
                 busy = np.flatnonzero(by_step[:, expert])
                 idle[int(expert)] = self.steps[counted[busy[-1] + 1 if len(busy) else 0]]
             name, last = layer.rpartition(".")[0] or layer, by_step[-1].tolist()
-            if loads.setdefault(name, Load(name, layer, last, idle)).tokens != last:
-                loads[layer] = Load(layer, layer, last, idle)
+            if loads.setdefault(name, ExpertLoad(name, layer, last, idle)).tokens != last:
+                loads[layer] = ExpertLoad(layer, layer, last, idle)
         return list(loads.values())
 
 
@@ -313,7 +313,7 @@ SUMS_OF_NAMES = {"others": "others_moved", "modules": "outputs", "parameters": "
 
 
 class _RecordedCounts:
-    """The counts of all recorded steps in arrays [steps, ...], into which files are read; zeros where nothing was."""
+    """The counts of all recorded steps in arrays [records, ...], into which files are read; zeros where nothing was."""
 
     def __init__(self, rows: list[Row], steps: int) -> None:
         self.rows, self.layers = rows, list(dict.fromkeys(row.layer for row in rows))
@@ -373,12 +373,12 @@ class _RecordedCounts:
         )
 
     def _measured(self, names: str, measures: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Return measures by name, [steps, names], of what counts files name; none where they name nothing."""
+        """Return measures by name, [records, names], of what counts files name; none where they name nothing."""
         return measures(np.stack([*sums.values()], 1)) if (sums := self.by_name[names]) else {}
 
 
 def output_changes(sums: Any) -> dict[str, Any]:
-    """Return by how much modules' outputs of one batch changed, [steps, modules], from counts [steps, modules, 4].
+    """Return by how much modules' outputs of one batch changed, [records, modules], from counts [steps, modules, 4].
 
     "output": the change over the output's size; "output_over_input": that over the
     change of the input, where it has one.

@@ -101,7 +101,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
         changed = changes(findings, against.findings)
         lines += ["", f"against {against.name}: {_compared(changed)}"]
         lines += [f"    {state}: {finding.level}, {_title(finding)}" for state, finding in changed if state != "same"]
-    if loads := record.loads():
+    if loads := record.expert_loads():
         lines += ["", "tokens of experts in the last record, worst balanced first"]
         lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_over_mean, reverse=True)[:top]]
         if len(loads) > top:
@@ -140,7 +140,7 @@ def to_json(
         "twin_apart": _twin_apart(record),
         "lowest": Counted.lowest,  # the exponent of a histogram's first bin
         "exponents": [_exponents(of_worst_experts, index, findings) for index in range(len(record.rows))],
-        "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
+        "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.expert_loads()],
         "scalars": _curves(record),
         "not_finite": _first_not_finite(record),
         "what_if": what_if,
