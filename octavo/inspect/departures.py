@@ -93,7 +93,9 @@ def departures(record: Record) -> list[Departure]:
     """Return what changed at the recorded step where a run changed first: a number of each family, as a step goes."""
     with np.errstate(all="ignore"):
         numbers = [*_numbers(record)]
-        ends = [*filter(None, map(_lost, numbers)), *_other_ways(record)]
+        first_written = record.scalars["loss"][0][0] if record.scalars.get("loss", ([],))[0] else math.inf
+        has_loss = np.array(record.steps) >= first_written
+        ends = [*filter(None, (_lost(number, has_loss) for number in numbers)), *_other_ways(record)]
         lost_at, lost = min(ends, default=(len(record.steps), None))
         courses = [(number, course) for number in numbers if (course := number.course()) is not None]
         if lost_at > LEAST_BEFORE and courses:
@@ -103,9 +105,12 @@ def departures(record: Record) -> list[Departure]:
     return [Departure(record.steps[lost_at], lost, math.inf)] if lost else []
 
 
-def _lost(number: _Number) -> tuple[int, str] | None:
-    """Return the first recorded step where a number is inf, or a loss NaN, and words for it."""
-    is_lost = np.isinf(number.values) | (np.isnan(number.values) & (number.name == "the loss"))
+def _lost(number: _Number, has_loss: Any) -> tuple[int, str] | None:
+    """Return the first recorded step where a number is inf, or a loss NaN, and words for it.
+
+    ``has_loss``: by recorded step whether a loss had been written, before which the loss's number is nan too.
+    """
+    is_lost = np.isinf(number.values) | (np.isnan(number.values) & has_loss & (number.name == "the loss"))
     return (int(is_lost.argmax()), f"{number.name} became inf or NaN") if is_lost.any() else None
 
 

@@ -378,7 +378,7 @@ class _RecordedCounts:
 
 
 def output_changes(sums: Any) -> dict[str, Any]:
-    """Return by how much modules' outputs of one batch changed, [records, modules], from counts [steps, modules, 4].
+    """Return by how much modules' outputs of one batch changed, [records, modules], from counts [records, modules, 4].
 
     "output": the change over the output's size; "output_over_input": that over the
     change of the input, where it has one.

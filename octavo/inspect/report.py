@@ -102,7 +102,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
         lines += ["", f"against {against.name}: {_compared(changed)}"]
         lines += [f"    {state}: {finding.level}, {_title(finding)}" for state, finding in changed if state != "same"]
     if loads := record.expert_loads():
-        lines += ["", "tokens of experts in the last record, worst balanced first"]
+        lines += ["", "tokens of experts in the last recorded step, worst balanced first"]
         lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_over_mean, reverse=True)[:top]]
         if len(loads) > top:
             lines.append(f"    and {len(loads) - top} more")

@@ -252,7 +252,7 @@ class _Judge:
         return _median(losses[since] - twin_losses[since]) - max(rise_of_twin, 0.0)
 
     def got_over(self, finding: Finding) -> bool:
-        """Return whether in high precision the loss got over a finding that reads it or the forward, or had nothing."""
+        """Return whether the twin's loss, by its median since a finding of loss or forward, is as low as before."""
         halves = np.split(self.twins.twin_losses, [bisect_left(self.twins.steps, finding.begins)])
         before, since = (losses[np.isfinite(losses)] for losses in halves)
         is_well = min(len(before), len(since)) > 0 and bool(np.median(since) <= before.max())

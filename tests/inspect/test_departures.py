@@ -36,6 +36,15 @@ def test_what_changed_first_is_named_whatever_it_is(times: float) -> None:
         assert f"What changed first: the {first.name.removeprefix('the ')}" in verdict(record, [])
 
 
+def test_a_loss_that_is_written_later_was_not_lost_before() -> None:
+    record = healthy(4, RECORDS)
+    steps, losses = record.scalars["loss"]
+    record.scalars["loss"] = steps[3:], losses[3:]
+    assert departures(record) == []
+    record.scalars["loss"] = steps[3:], [*losses[3:-1], float("nan")]
+    assert [first.name for first in departures(record)] == ["the loss became inf or NaN"]
+
+
 def test_gradients_that_come_by_another_way_are_named() -> None:
     """As of a loss that is computed from what a hook noted: the twin, which ends there, is no number of its own."""
     record, noise = healthy(4, RECORDS), np.random.default_rng(0).normal(0, 0.1, (RECORDS, 4))

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,3 +71,15 @@ def test_a_hit_that_another_explains_is_dropped(
     rule = FAULT_RULES[explained]
     monkeypatch.setattr(rules, "FAULT_RULES", FAULT_RULES | {explained: rule._replace(unless=())})
     assert len(rules.apply_rules(record)) == len(findings) + 1
+
+
+@pytest.mark.parametrize("norm", [None, 1.0, math.nan])
+def test_a_nan_of_the_update_is_none_of_gradients_whose_norm_is_finite_or_not_recorded(norm: float | None) -> None:
+    record = healthy(4, RECORDS)
+    nonfinite(AT, WEIGHT)(record)
+    if norm is None:
+        del record.scalars["grad_norm"]
+    else:
+        record.scalars["grad_norm"] = [record.steps[0]], [norm]
+    (finding,) = rules.apply_rules(record)
+    assert ("gradients" in str(finding)) == (norm is not None and math.isnan(norm))
