@@ -36,7 +36,7 @@ FAMILIES += ("backward", "gradients", "updates", "weights")
 PAST = 16  # recorded steps before a change, and as many after it, that it is judged by
 LEAST_BEFORE = 3  # recorded steps before a change: a line through fewer has no noise
 NOISE = 0.02  # the least noise of a number's logarithm: a change by less than 2 % means nothing
-# What logarithms are multiplied by beside that noise: of numbers that are with noise of 0.2 %, 7 % or 10 %
+# A logarithm is multiplied by this, so that NOISE stands for 0.2 %, 7 % or 10 %: of numbers with less noise, or more
 QUIET, NOISY, NOISIEST = 10.0, 0.3, 0.2
 # Logarithms of likelihoods. A run changed if all families have so much together, as also many healthy runs do: by a
 # schedule, a loss scale, or by chance

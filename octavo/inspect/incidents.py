@@ -44,8 +44,8 @@ SOON, LATER, NEVER = 2, 10, -1
 #     OUTSIDE       its cause is outside of the training's arithmetic, such as an option or the data
 #     WHOLE         it harms the whole training
 #     OF_A_STEP     it may be over after a step
-#     TOO_MUCH      it is a reason, other than a write, for a weight to change as much as by a write
-#     LIKE_A_WRITE  it says that a weight was written, which updates by a finding with TOO_MUCH look like
+#     TOO_MUCH      its updates may change a weight so much that a finding with LIKE_A_WRITE is made, without a write
+#     LIKE_A_WRITE  it is made where a weight changed by more than its updates explain
 #     GROWS         as a finding of an input it gets worse step by step: its effects may begin when it is worst
 #     SYMPTOM       a finding of a cast explains it from the level warning on
 Trait = Flag("Trait", ["ONCE", "OUTSIDE", "WHOLE", "OF_A_STEP", "TOO_MUCH", "LIKE_A_WRITE", "GROWS", "SYMPTOM"])

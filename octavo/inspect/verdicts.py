@@ -262,8 +262,9 @@ class _Judge:
         """Return what FP8 is, if it differs from a place on, beside the worst finding: by the first row that holds.
 
         - The loss differs, and is above the twin's by more than the twin's rises: the cause.
-        - Something else changed before, or the worst finding is no cast's and began before: FP8 takes part if all
-          gradients are 0 or the twin got over that fault, and else suffers.
+        - Another number changed before and the twin's loss rises, or the worst finding is no cast's and begins no
+          later: FP8 takes part if it leaves all gradients 0, or if no other number changed and the twin got over that
+          finding; else it suffers.
         - There is a worst finding, the loss differs, or the twin's loss rises: the cause.
         - Else only gradients differ: it harms them, or changes them.
         """

@@ -47,9 +47,15 @@ MOVED = (  # a record's "moved" is [weights, 18], in this order
     MovedColumn("grid", "squares of the distances between numbers of the weight's dtype"),
     MovedColumn("changed", "how many the step changes", {"changed": "elements"}),
     MovedColumn("first_flushed", "how many first moments are 0 while the second is not", {"first_flushed": "moments"}),
-    MovedColumn("second_flushed", "the same of second moments", {"second_flushed": "moments"}),
-    MovedColumn("master_update", "as update", {"master_update": "masters", "master_resolution": "grid"}),
-    MovedColumn("master_changed", "as changed", {"master_changed": "masters"}),
+    MovedColumn(
+        "second_flushed", "how many second moments are 0 while the first is not", {"second_flushed": "moments"}
+    ),
+    MovedColumn(
+        "master_update",
+        "squares of what the step changes of the master",
+        {"master_update": "masters", "master_resolution": "grid"},
+    ),
+    MovedColumn("master_changed", "how many of the master the step changes", {"master_changed": "masters"}),
     MovedColumn("changed_between_records", "squares of change since the last recorded update", {"between": "elements"}),
     MovedColumn("gradients", "how many are sampled of the gradient"),
     MovedColumn("plain_second_moments", "how many are sampled of a second moment that is a plain tensor"),
@@ -57,7 +63,7 @@ MOVED = (  # a record's "moved" is [weights, 18], in this order
     MovedColumn("weight", "squares of the weight after the step", {"size": "elements"}),
     MovedColumn("gradient", "squares of what the optimizer gets", {"gradient": "gradients"}),  # inf if not finite
     MovedColumn("changed_by_others", "squares of changes before the update", {"outside": "sampled_before_update"}),
-    MovedColumn("second_moment_sum", "sum of such second moments", {"second_moment": "plain_second_moments"}),
+    MovedColumn("second_moment_sum", "sum of the sampled second moments", {"second_moment": "plain_second_moments"}),
 )
 MOVED_NAMES = tuple(column.name for column in MOVED)
 # columns that are sums of squares, and those that are numbers of sampled elements: in the order of `terms` and `sizes`
