@@ -93,8 +93,7 @@ def departures(record: Record) -> list[Departure]:
     """Return what changed at the recorded step where a run changed first: a number of each family, as a step goes."""
     with np.errstate(all="ignore"):
         numbers = [*_numbers(record)]
-        first_written = record.scalars["loss"][0][0] if record.scalars.get("loss", ([],))[0] else math.inf
-        has_loss = np.array(record.steps) >= first_written
+        has_loss = record.is_written("loss")
         ends = [*filter(None, (_lost(number, has_loss) for number in numbers)), *_other_ways(record)]
         lost_at, lost = min(ends, default=(len(record.steps), None))
         courses = [(number, course) for number in numbers if (course := number.course()) is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,11 +64,9 @@ def find_nonfinite_backward(
                 yield Hit(made_by_loss_scale, run.steps[at], math.inf, {"scale": run.loss_scale(at)})
             else:
                 yield Hit(made_by_backward, run.steps[at], math.inf, where=where)
-            continue
-        norms = run.scalar("grad_norm")
-        written = bisect_right(norms.steps, run.steps[at])  # up to this step
-        has_nonfinite_norm = written > 0 and not math.isfinite(norms.values[written - 1])
-        if has_nonfinite_norm or np.isinf(run.weights["gradient"][at]).any():
+        elif np.isinf(run.weights["gradient"][at]).any() or (
+            run.record.is_written("grad_norm")[at] and not math.isfinite(run.record.last("grad_norm")[at])
+        ):
             yield Hit(made_after_backward, run.steps[at], math.inf)
 
 

@@ -226,6 +226,11 @@ class Record:
         steps, values = self.scalars.get(name, ([], []))
         return np.array([math.nan, *values], dtype="float64")[np.searchsorted(steps, self.steps, side="right")]
 
+    def is_written(self, name: str) -> Any:
+        """Return whether a number had been written at each recorded step; else ``last`` is nan without a number."""
+        steps, _ = self.scalars.get(name, ([], []))
+        return np.array(self.steps) >= min(steps, default=math.inf)
+
     @property
     def places(self) -> dict[tuple[str, str], int]:
         """The first row of each role of a layer, by (layer, role)."""
