@@ -249,8 +249,8 @@ def multi_tensor_cast(
         return
     blocks = tile[0] != ALL
     chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", LARGE)
-    if blocks:
-        chosen = with_room_for(chosen, tile)
+    if blocks:  # of which a program casts one tile, whatever a row says
+        chosen = with_room_for(chosen, tile)._replace(depth=1)
     addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
     work.use()
