@@ -431,15 +431,14 @@ def optimizer_step_kernel(
     work_ptr,  # int32, zeros: a counter; of each tensor, found amax and new scale of each that has one
     programs,
     tiles,  # a program
-    TENSORS: tl.constexpr,
+    COUNT: tl.constexpr,  # of the tensors
     STEP: tl.constexpr,
 ):
     """Do a step of all tensors."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    COUNT: tl.constexpr = TENSORS.count
-    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), COUNT, WIDTH, FIRST_PROGRAM)
     row, kept_ptr = row_of(row_ptr, KEPT_CORRECTIONS), row_ptr + KEPT_CORRECTIONS
     program = tl.program_id(0) - row[FIRST_PROGRAM].to(tl.int32)
     group_ptr = groups_ptr + row[GROUP] * 8
