@@ -438,13 +438,7 @@ _INTERPRETED = triton.knobs.runtime.interpret  # as the kernels above are
 
 def _architecture() -> int:
     """Return the architecture of the current device: 90 is Hopper's, 0 the interpreter's."""
-    return 0 if _INTERPRETED else _architecture_of(driver.active.get_current_device())
-
-
-@functools.cache
-def _architecture_of(device: int) -> int:
-    """Return the architecture of a device, which is the current one."""
-    return int(driver.active.get_current_target().arch)
+    return 0 if _INTERPRETED else int(driver.active.get_current_target().arch)
 
 
 def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
