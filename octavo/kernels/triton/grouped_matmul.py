@@ -26,6 +26,7 @@ from octavo.kernels.triton.library_matmul import is_right_in_groups, library_gro
 from octavo.kernels.triton.matmul import (
     Operand,
     Product,
+    bias_of,
     in_one_dtype,
     is_scaled,
     operand_of,
@@ -142,11 +143,9 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
     heights = a.codes.shape[0] // chosen.block_r + count + 1
     programs = heights * triton.cdiv(N, chosen.block_c)
-    if bias is not None:
-        bias = (bias.to(out.dtype) if out.dtype is torch.bfloat16 else bias).contiguous()
     groups, grouping = on_device(offsets, tile_r=a.tile[0], h_tile_r=ALL, scale_rows=a.scale_inv.shape[0])
     strides, tiling = (codes.stride(0), b.scale_inv.stride(0)), tiling_of(a, b, fast_accum, chosen, K)
-    arguments = operand_of(a), first, *strides, bias, K, groups, heights, out, grouping, tiling
+    arguments = operand_of(a), first, *strides, bias_of(bias, out.dtype), K, groups, heights, out, grouping, tiling
     launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 

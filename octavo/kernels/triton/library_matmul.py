@@ -58,7 +58,7 @@ _SCALINGS = {
     MX: ScalingType.BlockWise1x32,
 }
 _ERROR = 0.02  # largest error of a row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
-_PLAIN = torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False  # the dtypes of operands and result, no bias
+_PLAIN = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16), False  # the dtypes of operands and result, no bias
 _known: dict[tuple[Any, ...], bool] = {}
 
 
@@ -67,8 +67,8 @@ def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: boo
     if not takes(operands, out_dtype):
         return False
     a, b, bias = operands
-    kind = a.codes.device, a.tile, b.tile, a.codes.dtype, b.codes.dtype, out_dtype, bias is not None, fast_accum
-    return _ask(_agrees, kind)
+    dtypes = a.codes.dtype, b.codes.dtype, out_dtype
+    return _ask(_agrees, (a.codes.device, a.tile, b.tile, dtypes, bias is not None, fast_accum))
 
 
 def reads_swizzled(device: torch.device) -> bool:
@@ -103,16 +103,10 @@ def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], referen
 
 
 def _agrees(
-    device: torch.device,
-    a_tile: Tile,
-    b_tile: Tile,
-    a_dtype: torch.dtype,
-    b_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    has_bias: bool,
-    fast_accum: bool,
+    device: torch.device, a_tile: Tile, b_tile: Tile, dtypes: tuple[torch.dtype, ...], has_bias: bool, fast_accum: bool
 ) -> bool:
-    """Whether torch's product of a small case is the reference's, in every row and column."""
+    """Whether torch's product of a small case is the reference's, in every row and column; dtypes: of a, b and it."""
+    a_dtype, b_dtype, out_dtype = dtypes
     generator = torch.Generator().manual_seed(0)
     rows, cols = 144, 272  # two blocks of rows and three of columns, the last not whole
     terms = 384 if a_tile[1] != ALL or b_tile[1] != ALL else 272  # an odd number of blocks, or none
