@@ -24,7 +24,7 @@ from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_a
 from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.launch import LARGE, Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
-from octavo.kernels.triton.table import find_tensor, pointer, size
+from octavo.kernels.triton.table import DTYPES, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
     Codes,
     Outputs,
@@ -178,9 +178,6 @@ def multi_tensor_cast_blocks_kernel(
     store_blocks(load_tile(x, rows, cols, False), 0, place, x, out, scaling, tiling)
 
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
 class _LaunchTable(NamedTuple):
     """A launch's table on the device, its number of programs, and whether all in it is a multiple of 16.
 
@@ -203,17 +200,12 @@ class _LaunchTable(NamedTuple):
                 self.table.record_stream(current)
 
 
+_Numbers = tuple[tuple[int, ...], ...]
 _captured: set[_LaunchTable] = set()  # tables that CUDA graphs read: a graph does not say when it is gone
 
 
 @functools.lru_cache(maxsize=64)
-def _work_of(
-    addresses: tuple[tuple[int, ...], ...],
-    sizes: tuple[tuple[int, ...], ...],
-    blocks: bool,
-    chosen: Config,
-    device: torch.device,
-) -> _LaunchTable:
+def _work_of(addresses: _Numbers, sizes: _Numbers, blocks: bool, chosen: Config, device: torch.device) -> _LaunchTable:
     """Return the table of tensors at these addresses (of each of the op's lists) and of these sizes.
 
     A tensor's sizes are (R, C, row stride of x, of qdata, of transposed). A tensor without elements has no program in
@@ -255,7 +247,7 @@ def multi_tensor_cast(
         return
     rounding = rounding_of(Scaling(qdata[0].dtype, (tile[0], tile[1]), power_of_two, margin))
     tensors, tiling = (aligned, len(xs)), Tiling(False, *chosen[:3])
-    x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
+    x_type, writes_transposed, delayed = DTYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
     if blocks:
         scale_type = tl.uint8 if scale_inv[0].dtype == E8M0 else tl.float32
         arguments = table, skip, x_type, scale_type, writes_transposed, rounding, *tensors, tiling

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -25,7 +24,7 @@ from octavo.kernels.triton.moment_codes import (
     round_to_half,
 )
 from octavo.kernels.triton.step_numbers import KEPT, upper_bits
-from octavo.kernels.triton.table import to_pointer
+from octavo.kernels.triton.table import DTYPES, to_pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
 
 BLOCK: tl.constexpr = tl.constexpr(granularity.BLOCK)
@@ -81,9 +80,6 @@ STEP_COUNT, LR, GROUP, CLASS = _columns("step lr group tensor_class")
 ROWS, COLS, START, KEY, FIRST_PROGRAM, MEASURED, GAP = _columns("rows cols start key first_program measured gap")
 KEPT_CORRECTIONS = tl.constexpr(len(TableRow._fields))
 WIDTH = tl.constexpr(len(TableRow._fields) + 2 * KEPT.value)
-
-DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
-DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, check_update
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
-from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
+from octavo.kernels.triton.optimizer_state import WIDTH, MasterClass, MomentClass, TableRow, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, StepRule, optimizer_step_kernel
+from octavo.kernels.triton.table import DTYPES
 
 _MOST_PLANS = 64
 

@@ -5,8 +5,13 @@ A program finds its tensor by bisection.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+# Triton's dtypes of what the addresses point to
+DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
+DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 
 
 @triton.constexpr_function
