@@ -143,6 +143,17 @@ def test_memory_of_scales_may_have_more_rows(ops: Ops) -> None:
 
 
 @pytest.mark.gpu
+def test_a_tuned_row_of_two_tiles_a_program_leaves_no_block_out(kernels: TritonKernels) -> None:
+    launch, x, tile = kernels.module("launch"), torch.randn(256, 128), (128, 128)
+    block_r, block_c, _, num_warps = launch.config("cast_blocks_transpose", launch.LARGE)
+    codes, scale_inv, amax = torch.empty(256, 128, dtype=E4M3), *torch.empty(2, 2, 1)
+    with launch.TileTable.using({"cast_blocks_transpose": [[64, block_r, block_c, 2, num_warps]]}):
+        kernels.multi_tensor_cast([x], [codes], [], [scale_inv], [amax], [], WEIGHT, tile, True, 0)
+    for ours, theirs in zip((codes, scale_inv), REFERENCE["cast"](x, None, 0, E4M3, tile, True, 0)[:3:2], strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.gpu
 def test_a_table_that_a_graph_reads_outlives_all_others(kernels, monkeypatch):
     module, capturing = kernels.module("multi_tensor_cast"), False
     monkeypatch.setattr(module, "is_capturing", lambda: capturing)

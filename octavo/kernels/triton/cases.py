@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octavo import formats
 from octavo.granularity import ALL, BLOCK, MX, PADDING, Tile
+from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference import KERNELS as REFERENCE
@@ -43,14 +44,13 @@ MX_TALL = MX[::-1]
 UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
 EPS = 1e-5
-GATED = {"swiglu"}
-NORMS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
 ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fast accumulation costs some
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Shape = tuple[int, ...]
+Inputs = Callable[[Shape], tuple[Any, ...]]
 
 
 class CastOp(NamedTuple):
@@ -80,7 +80,7 @@ class Case(NamedTuple):
     op: str
     arguments: Callable[..., tuple[Any, ...]]
     reads: int = 1  # how many times it reads its inputs
-    inputs: Callable[[Shape], tuple[Any, ...]] = _x_alone
+    inputs: Inputs = _x_alone
     exact: bool = True  # its codes are the reference's; else it may round differently before the cast
     product: tuple[Any, ...] = ()  # if it is one: both operands' tiles, and fast_accum
 
@@ -159,20 +159,13 @@ def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
     return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
 
 
-def _cast_case(
-    op: CastOp,
-    reads: int = 1,
-    inputs: Callable[[Shape], tuple[Tensor, ...]] = _x_alone,
-    names: Sequence[str] = (),
-    exact: bool = True,
-    **named: Any,
-) -> Case:
+def _cast_case(op: CastOp, reads: int = 1, inputs: Inputs = _x_alone, names: Sequence[str] = (), **named: Any) -> Case:
     """Return a cast of the first input; ``names``: of the arguments that the other inputs are."""
 
     def arguments(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
         return x, *op.scaling(), Named(named | dict(zip(names, others, strict=False)))
 
-    return Case(op.name, arguments, reads, inputs, exact)
+    return Case(op.name, arguments, reads, inputs, exact="activation" not in named and "kind" not in named)
 
 
 def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: bool = False) -> Case:
@@ -191,67 +184,59 @@ def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Cas
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         x = normal(shape)
-        return (torch.cat((x, normal(shape, 1)), 1),) if activation in GATED else (x,)
+        return (torch.cat((x, normal(shape, 1)), 1),) if activation_of(activation).gated else (x,)
 
-    return _cast_case(op, reads, inputs, exact=False, activation=activation, transpose=True, **named)
+    return _cast_case(op, reads, inputs, activation=activation, transpose=True, **named)
 
 
-def _gradient(
-    activation: str,
-    op: CastOp,
-    reads: int = 1,
-    saved: Sequence[int] | None = None,
-    and_value: bool = False,
-    **named: Any,
-) -> Case:
+def _gradient(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
     """Return the cast of an activation's gradient.
 
-    ``saved``: the tile of codes that hold the activation's input; ``and_value``: whether the activation is cast too.
+    With ``h_tile`` the activation's input is codes in tiles of this size, with ``recast_dtype`` it is cast too.
     """
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         rows, cols = shape
         h = normal(shape)
-        dy = normal((rows, cols // 2 if activation in GATED else cols), 1)
-        if and_value:
+        dy = normal((rows, cols // 2 if activation_of(activation).gated else cols), 1)
+        if "recast_dtype" in named:
             return dy, h, torch.full((1,), FUSED_SCALE, device=DEVICE, dtype=torch.float32)
-        return (dy, h) if saved is None else (dy, *REFERENCE["cast"](h, None, 0, E4M3, saved, False, 0)[:3:2])
+        if "h_tile" in named:
+            return dy, *REFERENCE["cast"](h, None, 0, E4M3, named["h_tile"], False, 0)[:3:2]
+        return dy, h
 
-    tile = {} if saved is None else {"h_tile": saved}
-    named = {"transpose": True, "pad": 1, "column_sum": True, "activation": activation, **tile, **named}
-    if and_value:
-        named |= {"recast_dtype": E4M3, "recast_transposed": True}
-    names = "preactivation", "recast_scale" if and_value else "h_scale_inv"
-    return _cast_case(op, reads, inputs, names, False, **named)
+    named = {"transpose": True, "pad": 1, "column_sum": True, "activation": activation, **named}
+    names = "preactivation", "recast_scale" if "recast_dtype" in named else "h_scale_inv"
+    return _cast_case(op, reads, inputs, names, **named)
 
 
-def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
+def _parameters(kind: str, cols: int) -> tuple[Tensor, ...]:
     """Return (gamma, beta), or gamma alone."""
     wide = 0.1 * normal((2, cols), 2)
-    return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
+    return (wide[0] + 1,) if kind == "rms_norm" else (wide[0] + 1, wide[1])
 
 
-def _normed(norm: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
+def _normed(kind: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
     """Return the cast of a norm."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
-        return normal(shape), *_parameters(norm, shape[1])
+        return normal(shape), *_parameters(kind, shape[1])
 
-    named = {"transpose": True, "kind": NORMS[norm], "eps": EPS, **named}
-    return _cast_case(op, reads, inputs, ("gamma", "beta"), False, **named)
+    named = {"transpose": True, "kind": kind, "eps": EPS, **named}
+    return _cast_case(op, reads, inputs, ("gamma", "beta"), **named)
 
 
-def _norm_gradient(norm: str) -> Case:
+def _norm_gradient(kind: str) -> Case:
     """Return a norm's gradient, to which the gradient of a residual branch is added."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
-        x, (gamma, *beta) = normal(shape), _parameters(norm, shape[1])
-        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, NORMS[norm], EPS, False)
+        x, (gamma, *beta) = normal(shape), _parameters(kind, shape[1])
+        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, kind, EPS, False)
         return normal(shape, 1), x, gamma, mean, rstd, normal(shape, 3)
 
     def arguments(*tensors: Tensor) -> tuple[Any, ...]:
         *saved, residual = tensors
-        return *saved, NORMS[norm], False, norm == "layernorm", residual
+        return *saved, kind, False, kind == "layer_norm", residual
 
     return Case("norm_backward", arguments, 1, inputs, exact=False)
 
@@ -319,24 +304,26 @@ FUSED = {
     "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", _dynamic(dtype=E5M2), 2),
     "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", _COMMIT),
     "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", _dynamic(VECTOR, True), **second(TALL)),
-    "rmsnorm + cast+transpose delayed": _normed("rmsnorm", _delayed()),
-    "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", _dynamic(), 2),
-    "layernorm + cast+transpose delayed": _normed("layernorm", _delayed()),
-    "rmsnorm, y kept + cast+transpose delayed": _normed("rmsnorm", _delayed(), keep=True),
-    "rmsnorm + 1x128 + 128x1": _normed("rmsnorm", _dynamic(VECTOR, True), **second(TALL)),
-    "rmsnorm gradient + residual": _norm_gradient("rmsnorm"),
-    "layernorm gradient + residual": _norm_gradient("layernorm"),
+    "rmsnorm + cast+transpose delayed": _normed("rms_norm", _delayed()),
+    "rmsnorm + cast+transpose dynamic": _normed("rms_norm", _dynamic(), 2),
+    "layernorm + cast+transpose delayed": _normed("layer_norm", _delayed()),
+    "rmsnorm, y kept + cast+transpose delayed": _normed("rms_norm", _delayed(), keep=True),
+    "rmsnorm + 1x128 + 128x1": _normed("rms_norm", _dynamic(VECTOR, True), **second(TALL)),
+    "rmsnorm gradient + residual": _norm_gradient("rms_norm"),
+    "layernorm gradient + residual": _norm_gradient("layer_norm"),
 }
 # cases of configurations that no other case uses
 ONLY_TUNED = {
     "swiglu gradient + cast+sum delayed": _gradient("swiglu", _delayed(role=2, dtype=E5M2), transpose=False),
-    "swiglu gradient and swiglu + cast+transpose+sum+commit": _gradient("swiglu", _COMMIT, and_value=True),
+    "swiglu gradient and swiglu + cast+transpose+sum+commit": _gradient(
+        "swiglu", _COMMIT, recast_dtype=E4M3, recast_transposed=True
+    ),
     "swiglu gradient + rows": _gradient("swiglu", _dynamic(ROWS), transpose=False, column_sum=False),
-    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", _COMMIT, saved=MX),
-    "rmsnorm + cast delayed": _normed("rmsnorm", _delayed(), transpose=False),
-    "rmsnorm + rows": _normed("rmsnorm", _dynamic(ROWS), transpose=False),
-    "rmsnorm + 1x128": _normed("rmsnorm", _dynamic(VECTOR, True), transpose=False),
-    "rmsnorm + 1x32 + 32x1": _normed("rmsnorm", _dynamic(MX, True), **second(MX_TALL)),
+    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", _COMMIT, h_tile=MX),
+    "rmsnorm + cast delayed": _normed("rms_norm", _delayed(), transpose=False),
+    "rmsnorm + rows": _normed("rms_norm", _dynamic(ROWS), transpose=False),
+    "rmsnorm + 1x128": _normed("rms_norm", _dynamic(VECTOR, True), transpose=False),
+    "rmsnorm + 1x32 + 32x1": _normed("rms_norm", _dynamic(MX, True), **second(MX_TALL)),
 }
 
 

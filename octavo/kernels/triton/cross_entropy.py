@@ -179,27 +179,28 @@ def _options(rows: LossRows) -> LossOptions:
     return LossOptions(rows.ignore_index, smoothing, smoothing / rows.logits.shape[1], softcap, steepness)
 
 
+def _launch_by_row(kernel: Any, rows: LossRows, *arguments: Any) -> None:
+    """Launch a kernel whose programs own a row of logits each, with its arguments between target and columns."""
+    x = rows.logits if rows.logits.stride(1) == 1 else rows.logits.contiguous()
+    first, last = (x, x.stride(0), rows.target.contiguous()), (x.shape[1], _options(rows), rows.softcap != 0, COLUMNS)
+    launch(kernel, len(x), (*first, *arguments, *last), 8, fuses=True)
+
+
 def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
     """Compute the op ``octavo::cross_entropy``; its contract is in signatures.py."""
-    logits, target, *_, softcap = rows
     losses, lse = new_losses(rows)
-    if not logits.shape[1]:  # no column is right, and the sum of no exponentials is 0
-        return losses.copy_(torch.where(target == rows.ignore_index, 0.0, torch.nan)), lse.fill_(-torch.inf)
-    if logits.numel():
-        x = logits if logits.stride(1) == 1 else logits.contiguous()
-        arguments = x, x.stride(0), target.contiguous(), losses, lse, x.shape[1], _options(rows)
-        launch(cross_entropy_kernel, len(x), (*arguments, softcap != 0, COLUMNS), 8, fuses=True)
+    if not rows.logits.shape[1]:  # no column is right, and the sum of no exponentials is 0
+        return losses.copy_(torch.where(rows.target == rows.ignore_index, 0.0, torch.nan)), lse.fill_(-torch.inf)
+    if rows.logits.numel():
+        _launch_by_row(cross_entropy_kernel, rows, losses, lse)
     return losses, lse
 
 
 def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
     """Compute the op ``octavo::cross_entropy_backward``; its contract is in signatures.py."""
-    logits, target, *_, softcap = rows
-    out = logits.new_empty(logits.shape)
+    out = rows.logits.new_empty(rows.logits.shape)
     if out.numel():
-        x = logits if logits.stride(1) == 1 else logits.contiguous()
-        arguments = x, x.stride(0), target.contiguous(), lse, grad, grad.stride(0), out, x.shape[1], _options(rows)
-        launch(cross_entropy_backward_kernel, len(x), (*arguments, softcap != 0, COLUMNS), 8, fuses=True)
+        _launch_by_row(cross_entropy_backward_kernel, rows, lse, grad, grad.stride(0), out)
     return out
 
 

@@ -8,7 +8,6 @@ other than 0 exist from then on, until somebody else writes the buffer (by its v
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import NamedTuple
 
@@ -79,10 +78,7 @@ def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
     moved = index - tl.where(again, 0, 1)
     old = tl.load(row_ptr + moved, mask=(index > 0) & (index < update.length), other=0.0)
     rolled = tl.where(index == 0, newest, old)
-    if update.most_recent:
-        largest = newest
-    else:
-        largest = tl.max(rolled, 0)
+    largest = newest if update.most_recent else tl.max(rolled, 0)
     tl.debug_barrier()  # every thread has read what another writes
     tl.store(row_ptr + index, rolled, mask=index < update.length)
     tl.store(state.before + LAST_COMMIT + ROLE, number)
@@ -109,20 +105,13 @@ def delayed_update_kernel(state, amax_input_ptr, amax_weight_ptr, amax_grad_outp
         roll(state, tl.load(amax_grad_output_ptr), 2, update)
 
 
-@functools.cache
-def update_of(
-    limits: tuple[float, ...], powers_of_two: tuple[bool, ...], margins: tuple[int, ...], reduce: str, length: int
-) -> Update:
-    """Return the kernels' Update for the op's arguments."""
-    margined = tuple(limit * 2.0**-margin for limit, margin in zip(limits, margins, strict=True))
-    block = triton.next_power_of_2(length)
-    return Update(margined, powers_of_two, reduce == "most_recent", length, block, passes.LONGEST)
-
-
 def state_and_update(commit: Commit) -> tuple[StateTensors, Update]:
     """Return a commit as kernels take it, in a backward pass that this counts."""
-    limits, powers_of_two, margins = map(tuple, commit[5:8])
-    update = update_of(limits, powers_of_two, margins, commit.reduce, commit.delayed_amax_history.shape[1])
+    limits, powers_of_two, margins = commit[5:8]
+    margined = tuple(limit * 2.0**-margin for limit, margin in zip(limits, margins, strict=True))
+    length, most_recent = commit.delayed_amax_history.shape[1], commit.reduce == "most_recent"
+    block = triton.next_power_of_2(length)
+    update = Update(margined, tuple(powers_of_two), most_recent, length, block, passes.LONGEST)
     return StateTensors(*commit[:3], backward_pass(commit.delayed_scale.device)), update
 
 
@@ -147,6 +136,16 @@ class _KnownScale:
         self.rolled: tuple[bool, ...] = self.exists
         self.arrived: torch.cuda.Event | None = None
 
+    def exists_now(self, role: int) -> bool:
+        """Whether a role's scale is known to be other than 0, by the copy too if that has arrived, without waiting."""
+        if not self.exists[role] and self.copy is not None:
+            # an event must not be queried while a CUDA graph is captured
+            if self.arrived is None or (not torch.cuda.is_current_stream_capturing() and self.arrived.query()):
+                scales = zip(self.exists, self.rolled, self.copy.tolist(), strict=True)
+                self.exists = tuple(exists or (rolled and scale != 0) for exists, rolled, scale in scales)
+                self.copy = None
+        return self.exists[role]
+
 
 # by id, as tensors compare element by element; an entry goes with its tensor, and _current leaves it out once anyone
 # but ``committed`` has written that
@@ -164,25 +163,10 @@ def _current(delayed_scale: Tensor) -> _KnownScale | None:
 def scale_exists(delayed_scale: Tensor, role: int) -> bool:
     """Whether element ``role`` is known to be other than 0."""
     entry = _current(delayed_scale)
-    exists = entry is not None and _exists(entry, role)
+    exists = entry is not None and entry.exists_now(role)
     if (recording := recorder()) is not None:
         recording.assume(exists)
     return exists
-
-
-def _exists(entry: _KnownScale, role: int) -> bool:
-    """Whether a role's scale is known to be other than 0, by the copy too if that has arrived."""
-    if not entry.exists[role] and entry.copy is not None and _has_arrived(entry.arrived):
-        scales = zip(entry.exists, entry.rolled, entry.copy.tolist(), strict=True)
-        entry.exists = tuple(exists or (rolled and scale != 0) for exists, rolled, scale in scales)
-        entry.copy = None
-    return entry.exists[role]
-
-
-def _has_arrived(event: torch.cuda.Event | None) -> bool:
-    """Whether a copy to the host has ended, without waiting for it."""
-    # an event must not be queried while a CUDA graph is captured
-    return event is None or (not torch.cuda.is_current_stream_capturing() and event.query())
 
 
 @repeatable

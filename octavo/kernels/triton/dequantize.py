@@ -33,12 +33,8 @@ def dequantize_kernel(
     mask = (rows < q.R)[:, None] & (cols < q.C)[None, :]
     offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
     values = decode(tl.load(q.ptr + offsets, mask=mask))
-    tile_rows = rows
-    if ONE_ROW:
-        tile_rows = tl.full([1], 0, tl.int32)
-    tile_cols = cols
-    if ONE_COLUMN:
-        tile_cols = tl.full([1], 0, tl.int32)
+    tile_rows = tl.full([1], 0, tl.int32) if ONE_ROW else rows
+    tile_cols = tl.full([1], 0, tl.int32) if ONE_COLUMN else cols
     scale_offsets = (tile_rows // scale_inv.R)[:, None] * scale_inv.stride_r
     scale_offsets += (tile_cols // scale_inv.C)[None, :] * scale_inv.stride_c
     inside = (tile_rows < q.R)[:, None] & (tile_cols < q.C)[None, :]

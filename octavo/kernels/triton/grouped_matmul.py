@@ -20,12 +20,13 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import GroupedOperands, OperandPair
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
-from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
+from octavo.kernels.triton.groups import fill_part, locate, on_device, scales_before, sizes_of, tiles_of
 from octavo.kernels.triton.launch import Config, config, launch
 from octavo.kernels.triton.library_matmul import is_right_in_groups, library_grouped_matmul
 from octavo.kernels.triton.matmul import (
     Operand,
     Product,
+    bias_of,
     in_one_dtype,
     is_scaled,
     operand_of,
@@ -68,9 +69,7 @@ def rows_in_groups_kernel(
         start = place.start.to(tl.int64)
         a_of_group = part_of(a, start * a.stride, place.size, place.scale_row * a.scale_stride_r)
         b_of_group = part_of(b, group * b_stride, b.rows, place.group * b_scale_stride)
-        bias = bias_ptr
-        if bias_ptr is not None:
-            bias = bias_ptr + group * b.rows
+        bias = None if bias_ptr is None else bias_ptr + group * b.rows
         write_part(Product(a_of_group, b_of_group, bias, K), out_ptr + start * b.rows, place.first, first_n, tiling)
 
 
@@ -116,17 +115,6 @@ def part_of(operand, first, rows, first_scale):
     return Operand(operand.ptr + first, rows, stride, scale_inv, stride_r, stride_c, first_scale)
 
 
-@triton.jit
-def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
-    """Return how many columns of scales the groups before this one have."""
-    ALL: tl.constexpr = 1 << 30  # launch.WHOLE
-    if TILE == ALL:
-        columns = group
-    else:
-        columns = tl.sum(tl.where(groups_before, tiles_of(sizes, TILE), 0), 0)
-    return columns
-
-
 def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """Compute the op ``octavo::grouped_matmul``; its contract is in signatures.py."""
     if is_right_in_groups(operands, out_dtype, fast_accum):
@@ -155,11 +143,9 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
     heights = a.codes.shape[0] // chosen.block_r + count + 1
     programs = heights * triton.cdiv(N, chosen.block_c)
-    if bias is not None:
-        bias = (bias.to(out.dtype) if out.dtype is torch.bfloat16 else bias).contiguous()
     groups, grouping = on_device(offsets, tile_r=a.tile[0], h_tile_r=ALL, scale_rows=a.scale_inv.shape[0])
     strides, tiling = (codes.stride(0), b.scale_inv.stride(0)), tiling_of(a, b, fast_accum, chosen, K)
-    arguments = operand_of(a), first, *strides, bias, K, groups, heights, out, grouping, tiling
+    arguments = operand_of(a), first, *strides, bias_of(bias, out.dtype), K, groups, heights, out, grouping, tiling
     launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 

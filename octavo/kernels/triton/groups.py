@@ -71,6 +71,13 @@ def tiles_of(sizes, TILE: tl.constexpr):
 
 
 @triton.jit
+def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
+    """Return how many scales the groups before this one have, each for so many rows or columns of a group."""
+    ALL: tl.constexpr = 1 << 30  # launch.WHOLE
+    return group if TILE == ALL else tl.sum(tl.where(groups_before, tiles_of(sizes, TILE), 0), 0)
+
+
+@triton.jit
 def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
     """Return the group of the program with this number, where programs have HEIGHT rows each, as a GroupOfProgram."""
     ROWS: tl.constexpr = grouping.tile_r
@@ -94,9 +101,7 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         if ROWS != ALL:
             scale_row = tl.sum(tl.where(groups_before, tiles_of(sizes, ROWS), 0), 0)
             scale_rows = tl.where(is_none, groups.scale_rows - scale_row, (size + (ROWS - 1)) // ROWS)
-        h_row = group
-        if H_ROWS != ALL:
-            h_row = tl.sum(tl.where(groups_before, tiles_of(sizes, H_ROWS), 0), 0)
+        h_row = scales_before(group, sizes, groups_before, H_ROWS)
         place = GroupOfProgram(group, first, start, size, height, column, columns, scale_row, scale_rows, h_row)
     else:
         last = tl.load(groups.offsets + groups.count - 1, mask=groups.count > 0, other=0)

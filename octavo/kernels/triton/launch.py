@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from octavo.cache import cache_folder
 from octavo.granularity import ALL, PADDING
-from octavo.kernels.triton.replay import REPLAYS, recorder, repeatable
+from octavo.kernels.triton.replay import REPLAYS, repeatable
 from octavo.numerics import E8M0
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
 from octavo.reading import read_json
@@ -107,12 +106,9 @@ class TileTable(NamedTuple):
 
 def checked(kind: str, rows: list[list[int]]) -> list[list[int]]:
     """Return a kind's rows. Raise ValueError or TypeError if they are none."""
-    for row in rows:
-        largest, config = row[0], Config(*row[1:])
-        if not all(type(number) is int and number > 0 for number in (largest, *config)):
-            raise ValueError(f"{row} is no row of a table of configurations of {kind}")
-    if not rows:
-        raise ValueError("a kind has no row")
+    length = 1 + len(Config._fields)
+    if not rows or not all(len(row) == length and all(type(n) is int and n > 0 for n in row) for row in rows):
+        raise ValueError(f"{rows} are no rows of a table of configurations of {kind}")
     return rows
 
 
@@ -196,6 +192,7 @@ def _next_work(device: torch.device, index: int) -> Tensor:
     return pool.pop()
 
 
+@repeatable
 def launch(
     kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int, fuses: bool = False, stages: int | None = None
 ) -> Any:
@@ -203,9 +200,6 @@ def launch(
 
     A replay leaves out Triton's search for the compiled kernel, which this returns. ``fuses``: multiply-adds.
     """
-    if (recording := recorder()) is not None:
-        kind = "launch" if isinstance(kernel, JITFunction) else "op"  # the interpreter's
-        return recording.call(kind, launch, (kernel, programs, arguments, num_warps, fuses, stages))
     options = {} if stages is None else {"num_stages": stages}
     return kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=fuses, **options)
 

@@ -42,6 +42,7 @@ from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of,
 from octavo.kernels.triton.launch import LIBRARY, as_argument, is_capturing, launch
 from octavo.kernels.triton.replay import recorder
 from octavo.numerics import E8M0
+from octavo.private import pytree
 
 _logger = logging.getLogger("octavo")
 _TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
@@ -57,7 +58,7 @@ _SCALINGS = {
     MX: ScalingType.BlockWise1x32,
 }
 _ERROR = 0.02  # largest error of a row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
-_PLAIN = torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False  # the dtypes of operands and result, no bias
+_PLAIN = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16), False  # the dtypes of operands and result, no bias
 _known: dict[tuple[Any, ...], bool] = {}
 
 
@@ -66,8 +67,8 @@ def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: boo
     if not takes(operands, out_dtype):
         return False
     a, b, bias = operands
-    kind = a.codes.device, a.tile, b.tile, a.codes.dtype, b.codes.dtype, out_dtype, bias is not None, fast_accum
-    return _ask(_agrees, kind)
+    dtypes = a.codes.dtype, b.codes.dtype, out_dtype
+    return _ask(_agrees, (a.codes.device, a.tile, b.tile, dtypes, bias is not None, fast_accum))
 
 
 def reads_swizzled(device: torch.device) -> bool:
@@ -102,16 +103,10 @@ def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], referen
 
 
 def _agrees(
-    device: torch.device,
-    a_tile: Tile,
-    b_tile: Tile,
-    a_dtype: torch.dtype,
-    b_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    has_bias: bool,
-    fast_accum: bool,
+    device: torch.device, a_tile: Tile, b_tile: Tile, dtypes: tuple[torch.dtype, ...], has_bias: bool, fast_accum: bool
 ) -> bool:
-    """Whether torch's product of a small case is the reference's, in every row and column."""
+    """Whether torch's product of a small case is the reference's, in every row and column; dtypes: of a, b and it."""
+    a_dtype, b_dtype, out_dtype = dtypes
     generator = torch.Generator().manual_seed(0)
     rows, cols = 144, 272  # two blocks of rows and three of columns, the last not whole
     terms = 384 if a_tile[1] != ALL or b_tile[1] != ALL else 272  # an odd number of blocks, or none
@@ -122,9 +117,8 @@ def _agrees(
 
     bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
-    bias_there = None if bias is None else bias.to(device)
-    device_case = ProductArguments(_on(device, case[0]), _on(device, case[1]), bias_there)
-    return _is_near(library_matmul, (device_case, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
+    reference = reference_matmul(case, torch.float32, False)
+    return _is_near(library_matmul, (_on(device, case), out_dtype, fast_accum), reference)
 
 
 def _with_random_scales(codes: Tensor, shape: Sequence[int], tile: Tile, generator: torch.Generator) -> OperandPair:
@@ -133,9 +127,9 @@ def _with_random_scales(codes: Tensor, shape: Sequence[int], tile: Tile, generat
     return OperandPair(codes, torch.exp2(log2.round()).to(E8M0) if tile == MX else torch.exp2(log2), tile)
 
 
-def _on(device: torch.device, pair: OperandPair) -> OperandPair:
-    """Return a pair on another device."""
-    return OperandPair(pair.codes.to(device), pair.scale_inv.to(device), pair.tile)
+def _on(device: torch.device, case: ProductArguments | GroupedOperands) -> Any:
+    """Return a product's operands on another device."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), case)
 
 
 def library_kinds(device: torch.device) -> dict[str, bool]:
@@ -222,10 +216,7 @@ def mend_kernel(groups, R, out_ptr, height, width, grouping: tl.constexpr, RAGGE
     padded = tl.sum(tiles_of(sizes, PAD), 0) * PAD
     is_wrong = is_wrong | (padded > R)
     first = tl.program_id(0) // tl.cdiv(width, BLOCK) * BLOCK
-    last = height
-    if RAGGED:
-        last = padded
-    last = tl.where(is_wrong, 0, last)
+    last = tl.where(is_wrong, 0, padded if RAGGED else height)
     if first + BLOCK > last:
         first_n = tl.program_id(0) % tl.cdiv(width, BLOCK) * BLOCK
         value = tl.where(is_wrong, float("nan"), 0.0)
@@ -304,9 +295,8 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
     else:
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
     case = GroupedOperands(a, b, offsets, None, PADDING)
-    device_case = GroupedOperands(_on(device, a), _on(device, b), offsets.to(device), None, PADDING)
     reference = reference_grouped_matmul(case, torch.float32, False)
-    return _is_near(library_grouped_matmul, (device_case, fast_accum), reference)
+    return _is_near(library_grouped_matmul, (_on(device, case), fast_accum), reference)
 
 
 def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tensor:

@@ -388,8 +388,6 @@ def step_along(a_tile: Tile, b_tile: Tile) -> int:
 
 def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """Return the Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
-    if operands.bias is not None and out_dtype is torch.bfloat16:
-        operands = operands._replace(bias=operands.bias.to(out_dtype))
     *pairs, bias = operands.plain()
     a, b = in_one_dtype(*pairs)
     (M, N), K = operands.shape, a.codes.shape[1]
@@ -397,7 +395,7 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
     if out.numel() > 0:
         chosen = product_config(a, b, (M, N))
         tiling = tiling_of(a, b, fast_accum, chosen, K)
-        arguments = operand_of(a), operand_of(b), None if bias is None else bias.contiguous(), K, out, tiling
+        arguments = operand_of(a), operand_of(b), bias_of(bias, out_dtype), K, out, tiling
         programs = triton.cdiv(M, chosen.block_r) * triton.cdiv(N, chosen.block_c)
         launch(matmul_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
     return out
@@ -438,13 +436,7 @@ _INTERPRETED = triton.knobs.runtime.interpret  # as the kernels above are
 
 def _architecture() -> int:
     """Return the architecture of the current device: 90 is Hopper's, 0 the interpreter's."""
-    return 0 if _INTERPRETED else _architecture_of(driver.active.get_current_device())
-
-
-@functools.cache
-def _architecture_of(device: int) -> int:
-    """Return the architecture of a device, which is the current one."""
-    return int(driver.active.get_current_target().arch)
+    return 0 if _INTERPRETED else int(driver.active.get_current_target().arch)
 
 
 def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
@@ -462,6 +454,11 @@ def in_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPa
     if a.scale_inv.dtype != b.scale_inv.dtype:
         a, b = (pair._replace(scale_inv=pair.scale_inv.to(torch.float32)) for pair in (a, b))
     return a, b
+
+
+def bias_of(bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
+    """Return a bias as kernels take it: rounded first where the result is bfloat16."""
+    return None if bias is None else (bias.to(out_dtype) if out_dtype is torch.bfloat16 else bias).contiguous()
 
 
 def operand_of(pair: OperandPair) -> Operand:

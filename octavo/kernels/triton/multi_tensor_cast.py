@@ -24,7 +24,7 @@ from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_a
 from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.launch import LARGE, Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
-from octavo.kernels.triton.table import TensorCount, find_tensor, pointer, size
+from octavo.kernels.triton.table import DTYPES, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
     Codes,
     Outputs,
@@ -55,11 +55,7 @@ def source(row_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def code_pointer(row_ptr, COLUMN: tl.constexpr, E5M2: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the address of codes; not a whole Codes, since Triton 3.6 can't return one that holds None."""
-    if E5M2:
-        codes = pointer(row_ptr, COLUMN, tl.float8e5, ALIGNED)
-    else:
-        codes = pointer(row_ptr, COLUMN, tl.float8e4nv, ALIGNED)
-    return codes
+    return pointer(row_ptr, COLUMN, tl.float8e5 if E5M2 else tl.float8e4nv, ALIGNED)
 
 
 @triton.jit
@@ -67,7 +63,7 @@ def programs_of(row_ptr, tensor, programs, TENSORS: tl.constexpr):
     """Return (the tensor's first program, how many it has)."""
     first = size(row_ptr, FIRST_PROGRAM, False)
     end = programs
-    if tensor + 1 < TENSORS.count:
+    if tensor + 1 < TENSORS:
         end = size(row_ptr + WIDTH, FIRST_PROGRAM, False)
     return first, end - first
 
@@ -80,7 +76,7 @@ def multi_tensor_amax_kernel(
     programs,
     X_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TENSORS: tl.constexpr,
+    TENSORS: tl.constexpr,  # their number
     DELAYED: tl.constexpr,  # only where no scale exists
     ROLE: tl.constexpr,
     function: tl.constexpr,  # Function(): x itself
@@ -115,7 +111,7 @@ def multi_tensor_cast_kernel(
     TRANSPOSED: tl.constexpr,
     rounding: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TENSORS: tl.constexpr,
+    TENSORS: tl.constexpr,  # their number
     DELAYED: tl.constexpr,
     ROLE: tl.constexpr,
     function: tl.constexpr,  # Function(): x itself
@@ -159,7 +155,7 @@ def multi_tensor_cast_blocks_kernel(
     TRANSPOSED: tl.constexpr,
     scaling: tl.constexpr,  # Rounding
     ALIGNED: tl.constexpr,
-    TENSORS: tl.constexpr,
+    TENSORS: tl.constexpr,  # their number
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast each tensor with a scale for each block."""
@@ -180,9 +176,6 @@ def multi_tensor_cast_blocks_kernel(
     amax = pointer(row_ptr, AMAX, tl.float32, False)
     out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)
     store_blocks(load_tile(x, rows, cols, False), 0, place, x, out, scaling, tiling)
-
-
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class _LaunchTable(NamedTuple):
@@ -207,17 +200,12 @@ class _LaunchTable(NamedTuple):
                 self.table.record_stream(current)
 
 
+_Numbers = tuple[tuple[int, ...], ...]
 _captured: set[_LaunchTable] = set()  # tables that CUDA graphs read: a graph does not say when it is gone
 
 
 @functools.lru_cache(maxsize=64)
-def _work_of(
-    addresses: tuple[tuple[int, ...], ...],
-    sizes: tuple[tuple[int, ...], ...],
-    blocks: bool,
-    chosen: Config,
-    device: torch.device,
-) -> _LaunchTable:
+def _work_of(addresses: _Numbers, sizes: _Numbers, blocks: bool, chosen: Config, device: torch.device) -> _LaunchTable:
     """Return the table of tensors at these addresses (of each of the op's lists) and of these sizes.
 
     A tensor's sizes are (R, C, row stride of x, of qdata, of transposed). A tensor without elements has no program in
@@ -249,8 +237,8 @@ def multi_tensor_cast(
         return
     blocks = tile[0] != ALL
     chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", LARGE)
-    if blocks:
-        chosen = with_room_for(chosen, tile)
+    if blocks:  # of which a program casts one tile, whatever a row says
+        chosen = with_room_for(chosen, tile)._replace(depth=1)
     addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
     work.use()
@@ -258,16 +246,15 @@ def multi_tensor_cast(
     if programs == 0:
         return
     rounding = rounding_of(Scaling(qdata[0].dtype, (tile[0], tile[1]), power_of_two, margin))
-    tensors = aligned, TensorCount(len(xs))
-    x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
+    tensors, tiling = (aligned, len(xs)), Tiling(False, *chosen[:3])
+    x_type, writes_transposed, delayed = DTYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
     if blocks:
-        block_tiling = Tiling(False, chosen.block_r, chosen.block_c)
         scale_type = tl.uint8 if scale_inv[0].dtype == E8M0 else tl.float32
-        arguments = table, skip, x_type, scale_type, writes_transposed, rounding, *tensors, block_tiling
+        arguments = table, skip, x_type, scale_type, writes_transposed, rounding, *tensors, tiling
         launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
     first = table, skip, workspace(xs[0], 2 * len(xs)), programs, x_type
-    constants = *tensors, delayed, role, Function(), Tiling(False, *chosen[:3])
+    constants = *tensors, delayed, role, Function(), tiling
     if not delayed or not all(scale_exists(delayed_scale, role) for delayed_scale in delayed_scales):
         launch(multi_tensor_amax_kernel, programs, (*first, *constants), chosen.num_warps)
     launch(multi_tensor_cast_kernel, programs, (*first, writes_transposed, rounding, *constants), chosen.num_warps)

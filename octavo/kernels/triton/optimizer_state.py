@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -25,7 +24,7 @@ from octavo.kernels.triton.moment_codes import (
     round_to_half,
 )
 from octavo.kernels.triton.step_numbers import KEPT, upper_bits
-from octavo.kernels.triton.table import to_pointer
+from octavo.kernels.triton.table import DTYPES, to_pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
 
 BLOCK: tl.constexpr = tl.constexpr(granularity.BLOCK)
@@ -81,9 +80,6 @@ STEP_COUNT, LR, GROUP, CLASS = _columns("step lr group tensor_class")
 ROWS, COLS, START, KEY, FIRST_PROGRAM, MEASURED, GAP = _columns("rows cols start key first_program measured gap")
 KEPT_CORRECTIONS = tl.constexpr(len(TableRow._fields))
 WIDTH = tl.constexpr(len(TableRow._fields) + 2 * KEPT.value)
-
-DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
-DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 
 
 @dataclass(frozen=True)
@@ -250,16 +246,6 @@ def place_in_square(row, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr)
 
 
 @triton.jit
-def in_whole(row, place, APART: tl.constexpr):
-    """Return where a tile's elements lie in the whole tensor: (an index, offsets from it). APART: see TensorClass."""
-    offsets = place.offsets
-    if APART:
-        rows = (place.first + place.blocks) // tl.cdiv(row[COLS], BLOCK)
-        offsets = offsets + (rows * row[GAP])[:, None]
-    return row[START] + place.base, offsets
-
-
-@triton.jit
 def load_at(ptr, place):
     """Load a tile of the tensor that begins at ptr, 0 outside."""
     return tl.load(ptr + place.base + place.offsets, mask=place.inside, other=0)
@@ -384,29 +370,6 @@ def gradient_tile(gradient, place, n, w, TENSOR: tl.constexpr, ASCENDS: tl.const
 
 
 @triton.jit
-def read_fp8_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
-    """Load the master's tile in float32."""
-    FMT: tl.constexpr = MASTER.fmt
-    if MASTER.kind == "fp8_fp32":
-        result = load_float(row, LOW_BITS, place, MASTER.low_bits, EVEN)
-    elif MASTER.kind == "fp8_fp16":
-        result = load_float(row, LOW_BITS, place, MASTER.low_bits, EVEN) * (scale_inv * (1.0 / 128.0))
-    else:
-        codes = load_at(to_pointer(row[WEIGHT], tl.uint8, EVEN), place)
-        if MASTER.low_bits is None:
-            result = decode_moment(codes, FMT) * scale_inv
-        else:
-            BITS: tl.constexpr = MASTER.low_bits.primitive_bitwidth
-            wide = codes.to(tl.int32)
-            remainder = load_at(to_pointer(row[LOW_BITS], MASTER.low_bits, EVEN), place).to(tl.int32)
-            magnitude = ((wide & 0x7F) << BITS) + remainder
-            value = (magnitude << (20 - BITS)).to(tl.float32, bitcast=True) * 2.0**120
-            value = (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
-            result = tl.where((wide & 0x7F) == 0x7F, float("nan"), value * scale_inv)
-    return result
-
-
-@triton.jit
 def largest_inside(x, place):
     """Return the largest of a tile's numbers, which are not negative."""
     return tl.max(tl.max(tl.where(place.inside, x, 0), 1), 0)
@@ -451,8 +414,23 @@ def write_fp8_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl
 @triton.jit
 def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Load the master's tile in float32."""
-    if MASTER.fmt is not None:
-        result = read_fp8_master(row, place, scale_inv, MASTER, EVEN)
+    if MASTER.kind == "fp8_fp32":
+        result = load_float(row, LOW_BITS, place, MASTER.low_bits, EVEN)
+    elif MASTER.kind == "fp8_fp16":
+        result = load_float(row, LOW_BITS, place, MASTER.low_bits, EVEN) * (scale_inv * (1.0 / 128.0))
+    elif MASTER.fmt is not None:
+        FMT: tl.constexpr = MASTER.fmt
+        codes = load_at(to_pointer(row[WEIGHT], tl.uint8, EVEN), place)
+        if MASTER.low_bits is None:
+            result = decode_moment(codes, FMT) * scale_inv
+        else:
+            BITS: tl.constexpr = MASTER.low_bits.primitive_bitwidth
+            wide = codes.to(tl.int32)
+            remainder = load_at(to_pointer(row[LOW_BITS], MASTER.low_bits, EVEN), place).to(tl.int32)
+            magnitude = ((wide & 0x7F) << BITS) + remainder
+            value = (magnitude << (20 - BITS)).to(tl.float32, bitcast=True) * 2.0**120
+            value = (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
+            result = tl.where((wide & 0x7F) == 0x7F, float("nan"), value * scale_inv)
     elif MASTER.low_bits is None:
         result = load_float(row, WEIGHT, place, MASTER.weight, EVEN)
     else:  # the bits themselves: conversion to float32 may change a NaN's, and adding to them may then give a number's

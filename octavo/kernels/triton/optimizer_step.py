@@ -17,9 +17,9 @@ from octavo.kernels.layouts import blocks_in_row
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, check_update
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import LARGE, config, is_capturing, launch, multiprocessors, on_its_device, workspace
-from octavo.kernels.triton.optimizer_state import DTYPES, WIDTH, MasterClass, MomentClass, TableRow, TensorClass
+from octavo.kernels.triton.optimizer_state import WIDTH, MasterClass, MomentClass, TableRow, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, StepRule, optimizer_step_kernel
-from octavo.kernels.triton.table import TensorCount
+from octavo.kernels.triton.table import DTYPES
 
 _MOST_PLANS = 64
 
@@ -86,10 +86,10 @@ def optimizer_step(
 @on_its_device
 def _launch(table: Tensor, plan: _Launch, *step_arguments: Tensor | None) -> None:
     """Launch the step's kernels on the table's device."""
-    tensors, num_warps = TensorCount(table.shape[0]), config("optimizer_step", LARGE).num_warps
-    work = workspace(table, 1 + 6 * tensors.count)
+    count, num_warps = table.shape[0], config("optimizer_step", LARGE).num_warps
+    work = workspace(table, 1 + 6 * count)
     for step in plan.steps:
-        arguments = table, *step_arguments, work, plan.programs, plan.tiles, tensors, step
+        arguments = table, *step_arguments, work, plan.programs, plan.tiles, count, step
         launch(optimizer_step_kernel, plan.programs, arguments, num_warps)
 
 
@@ -173,9 +173,8 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
         rows.append([*row, *[0] * (WIDTH.value - len(row))])
         programs += tiles_along(tiles, chosen.depth)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
-    finds_by_launch = (
-        (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
-    )
+    has_two_launches = any(moment.needs_amax_first for update in matrices for moment in update.moments)
+    finds_by_launch = (True, False) if has_two_launches else (False,)
     steps = tuple(StepClass(tuple(numbers), rule, chosen.block_r, finds) for finds in finds_by_launch)
     bare_updates = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
     return _Launch(bare_updates, table, programs, chosen.depth, steps, {}, set())

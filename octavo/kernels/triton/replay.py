@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from octavo import private
 from octavo.private import TorchDispatchMode
 
 _MOST = 4096  # keys kept, for tensors whose shapes change with each step
-_MOST_STEPS = 32
 # operators of torch that a replay calls: they allocate, copy or are a library's product, whatever autocast would do
 _OPS = {"zeros", "new_zeros", "zero_", "add_", "copy_", "clone", "_to_copy", "constant_pad_nd"}
 _OPS |= {"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
@@ -42,29 +42,22 @@ _OPS |= {"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_m
 REPLAYS: dict[tuple[Any, ...], Any] = {}
 NOT_CALLED, CALLED_ONCE = "not called", "called once"
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class _Local(threading.local):
-    """This thread's recorder, while it records a call."""
-
-    recorder: CallRecorder | None = None
-
-
-_local = _Local()
+# this thread's recorder while it records a call, else None
+_recorder: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)
+recorder = _recorder.get
 
 
-def recorder() -> CallRecorder | None:
-    """Return the recorder of this thread's current call, None if it is not recorded."""
-    return _local.recorder
-
-
-def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
+def repeatable(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function of tensors and constants that a replay calls again, whatever it does."""
 
     @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        if _local.recorder is None:
-            return function(*arguments)
-        return _local.recorder.call("op", function, arguments)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        if (recording := recorder()) is None:
+            return function(*arguments, **named)
+        return recording.call(function, arguments, named)
 
     return call
 
@@ -83,7 +76,7 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
         scale_is_known = exists is not None and exists(*arguments[:3])
         key = _key_of(kernel, scale_is_known, arguments, named)
         replay = REPLAYS.get(key, NOT_CALLED)
-        is_watched = _local.recorder is not None or is_profiled()
+        is_watched = recorder() is not None or is_profiled()
         if callable(replay) and not is_watched:
             return replay(*arguments, **named)
         if _any_is_negated(arguments, named):
@@ -104,7 +97,8 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
         return kernel(*arguments, **named)
 
     def resolved(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-        return call(*map(_resolved, arguments), **{name: _resolved(value) for name, value in named.items()})
+        arguments, named = private.pytree.tree_map_only(Tensor, Tensor.resolve_neg, (arguments, named))
+        return call(*arguments, **named)
 
     def unless_negated(replay: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return resolved(arguments, named) if _any_is_negated(arguments, named) else replay(*arguments, **named)
@@ -120,11 +114,6 @@ def _any_is_negated(arguments: Sequence[Any], named: dict[str, Any]) -> bool:
 def _may_be_negated(x: Tensor) -> bool:
     """Whether a tensor like this one, of its dtype and strides, could be a lazy negation."""
     return x.dtype in (torch.float32, torch.float16) and 1 not in x.stride()
-
-
-def _resolved(value: Any) -> Any:
-    """Return a value, computed if it is a tensor's lazy negation."""
-    return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 def _key_of(kernel: Any, scale_is_known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -178,12 +167,12 @@ class CallRecorder(TorchDispatchMode):
 
     def record(self, kernel: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
         """Call the kernel, record its steps, and return its results."""
-        _local.recorder = self
+        _recorder.set(self)
         try:
             with self:
                 return kernel(*arguments, **named)
         finally:
-            _local.recorder = None
+            _recorder.set(None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -197,7 +186,7 @@ class CallRecorder(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         output = function(*args, **named)
-        if _local.recorder is self:
+        if recorder() is self:
             aliases = [returned.alias_info for returned in function._schema.returns]
             is_view = any(alias is not None and not alias.is_write for alias in aliases)
             kind = "empty" if "empty" in function._opname else "view" if is_view else "op"
@@ -205,14 +194,15 @@ class CallRecorder(TorchDispatchMode):
             self.fails |= not isinstance(output, Tensor) or (kind == "op" and function._opname not in _OPS)
         return output
 
-    def call(self, kind: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """Return the function's result, and record the call as one step."""
-        _local.recorder = None
+    def call(self, function: Callable[..., R], arguments: Sequence[Any], named: dict[str, Any]) -> R:
+        """Return the function's result, and record the call as one step; ``launch`` returns the compiled kernel."""
+        _recorder.set(None)
         try:
-            output = function(*arguments)
+            output = function(*arguments, **named)
         finally:
-            _local.recorder = self
-        self.steps.append(_Recorded(kind, function, arguments, {}, output))
+            _recorder.set(self)
+        kind = "launch" if isinstance(output, CompiledKernel) else "op"  # the interpreter compiles none
+        self.steps.append(_Recorded(kind, function, arguments, named, output))
         return output
 
     def assume(self, scale_is_known: bool) -> None:
@@ -221,16 +211,12 @@ class CallRecorder(TorchDispatchMode):
 
     def replay(self, arguments: Sequence[Any], named: dict[str, Any], results: Any) -> Callable[..., Any] | None:
         """Return a function that does the recorded steps again; None if nothing can."""
-        if self.fails or len(self.steps) > _MOST_STEPS:
+        if self.fails:
             return None
         try:
             return _ReplayText(arguments, named).function(_needed(self.steps, results), results)
-        except _UnknownTensor:
+        except KeyError:  # a step reads a tensor that is neither an argument nor a result of an earlier step
             return None
-
-
-class _UnknownTensor(Exception):
-    """A step reads a tensor that is neither an argument nor a result of an earlier step."""
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
@@ -320,11 +306,9 @@ class _ReplayText:
         return name
 
     def expression(self, value: Any, identify: Callable[[Tensor], Any] = _identity) -> str:
-        """Return an expression for a value; ``identify``: what must be right of a tensor."""
+        """Return an expression for a value; ``identify``: what must be right of a tensor. KeyError: none is known."""
         if isinstance(value, Tensor):
-            if (name := self.names.get(identify(value))) is None:
-                raise _UnknownTensor
-            return name
+            return self.names[identify(value)]
         if any(True for _ in _tensors(value)):
             parts = "".join(f"{self.expression(part, identify)}, " for part in value)
             if isinstance(value, list):

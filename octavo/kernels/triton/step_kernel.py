@@ -17,9 +17,12 @@ import triton.language as tl
 
 from octavo.kernels.triton.optimizer_state import (
     AMAX,
+    BLOCK,
     CLASS,
+    COLS,
     FIRST,
     FIRST_PROGRAM,
+    GAP,
     GROUP,
     KEPT_CORRECTIONS,
     KEY,
@@ -29,13 +32,13 @@ from octavo.kernels.triton.optimizer_state import (
     MEASURED,
     SCALE_INV,
     SECOND,
+    START,
     STEP_COUNT,
     WIDTH,
     GradientPlace,
     Scales,
     TensorClass,
     gradient_tile,
-    in_whole,
     place_in_rows,
     place_in_square,
     read_master,
@@ -174,13 +177,6 @@ def resolution_tile(place, before, after, smallest):
 
 
 @triton.jit
-def add_resolution(sums_ptr, moved, grid):
-    """Add a program's sums to float64 [2]."""
-    tl.atomic_add(sums_ptr, moved.to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 1, grid.to(tl.float64), sem="relaxed")
-
-
-@triton.jit
 def moment_scale(row, COLUMN: tl.constexpr, amax_ptr, MOMENT: tl.constexpr):
     """Return the new scale of a moment that has one; else 1. ``amax_ptr``: to the amax that a launch before found."""
     scale = 1.0
@@ -195,21 +191,17 @@ def moment_scale(row, COLUMN: tl.constexpr, amax_ptr, MOMENT: tl.constexpr):
 @triton.jit
 def scales_of(row, n, shared_ptr, square, TENSOR: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
     """Return a tensor's Scales: the master's new scale by its bound, for a master in squares that of one square."""
-    FIRST_MOMENT: tl.constexpr = TENSOR.first
-    SECOND_MOMENT: tl.constexpr = TENSOR.second
     master = 1.0
     master_inv = 1.0
     if TENSOR.master.fmt is not None:
-        LIMIT: tl.constexpr = TENSOR.master.fmt.max
         SLACK: tl.constexpr = 1 + 2.0**-20
         amax = tl.load(to_pointer(row[MASTER_AMAX], tl.float32, False) + square)
         if DECOUPLED:
             amax = amax * tl.abs(n.decay_factor)
-        master = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
+        master = scale_from_amax((amax + n.bound) * SLACK, TENSOR.master.fmt.max, True)
         master_inv = tl.load(to_pointer(row[MASTER_SCALE_INV], tl.float32, False) + square)
-    SECOND_AMAX: tl.constexpr = 2 * COUNT
-    first = moment_scale(row, FIRST, shared_ptr, FIRST_MOMENT)
-    second = moment_scale(row, SECOND, shared_ptr + SECOND_AMAX, SECOND_MOMENT)
+    first = moment_scale(row, FIRST, shared_ptr, TENSOR.first)
+    second = moment_scale(row, SECOND, shared_ptr + 2 * COUNT, TENSOR.second)
     return Scales(first, second, master, master_inv)
 
 
@@ -253,30 +245,22 @@ def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
 @triton.jit
 def leave_scales(shared_ptr, scales, TENSOR: tl.constexpr, COUNT: tl.constexpr):
     """Leave a tensor's new scales, of those that have one, for ``finish``; until then programs read the old ones."""
-    FIRST_SCALE: tl.constexpr = COUNT
-    SECOND_SCALE: tl.constexpr = 3 * COUNT
-    MASTER_SCALE: tl.constexpr = 5 * COUNT
     if TENSOR.first.has_one_scale:
-        tl.store(shared_ptr + FIRST_SCALE, scales.first.to(tl.int32, bitcast=True))
+        tl.store(shared_ptr + COUNT, scales.first.to(tl.int32, bitcast=True))
     if TENSOR.second.has_one_scale:
-        tl.store(shared_ptr + SECOND_SCALE, scales.second.to(tl.int32, bitcast=True))
+        tl.store(shared_ptr + 3 * COUNT, scales.second.to(tl.int32, bitcast=True))
     if TENSOR.master_has_one_scale:
-        tl.store(shared_ptr + MASTER_SCALE, scales.master.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def found_amax(wide, MOMENT: tl.constexpr):
-    """Return the amax of a moment's new values where a launch before the step is to find it; else 0."""
-    largest = 0.0
-    if MOMENT.scale == "amax_known":
-        largest = tl.max(tl.max(finite_abs(wide), 1), 0)
-    return largest
+        tl.store(shared_ptr + 5 * COUNT, scales.master.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def tile_bits(row, place, key, TENSOR: tl.constexpr, IS_ADAM: tl.constexpr):
     """Return 32 random bits for each element of the first moment, the second and the master; 0 where none are taken."""
-    start, offsets = in_whole(row, place, TENSOR.apart)
+    start = row[START] + place.base  # in the whole tensor
+    offsets = place.offsets
+    if TENSOR.apart:
+        rows = (place.first + place.blocks) // tl.cdiv(row[COLS], BLOCK)
+        offsets = offsets + (rows * row[GAP])[:, None]
     bits1 = 0
     bits2 = 0
     bits_w = 0
@@ -326,8 +310,10 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
     amax2 = 0.0
     amax_w = 0.0
     if STEP.finds_amaxes:
-        amax1 = found_amax(m, FIRST_MOMENT)
-        amax2 = found_amax(v, SECOND_MOMENT)
+        if FIRST_MOMENT.scale == "amax_known":
+            amax1 = tl.max(tl.max(finite_abs(m), 1), 0)
+        if SECOND_MOMENT.scale == "amax_known":
+            amax2 = tl.max(tl.max(finite_abs(v), 1), 0)
     else:
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
@@ -344,17 +330,6 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
             )
         amax_w = write_master(row, place, w, bits_w, scales.master, MASTER, TENSOR.even)
     return amax1, amax2, amax_w, moved, grid
-
-
-@triton.jit
-def place_of_tile(row, program, count, i, BLOCKS: tl.constexpr, TENSOR: tl.constexpr):
-    """Return the place of a program's tile number i of ``count``."""
-    if TENSOR.square:
-        tl.static_assert(BLOCKS <= 128)
-        place = place_in_square(row, program.to(tl.int64), i, BLOCKS, TENSOR.even)
-    else:
-        place = place_in_rows(row, program * count + i, BLOCKS, TENSOR.even, TENSOR.large)
-    return place
 
 
 class TensorPointers(NamedTuple):
@@ -390,30 +365,33 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
     BLOCKS: tl.constexpr = STEP.blocks if TENSOR.even else (STEP.blocks + 1) // 2  # masks, addresses: registers
     count = 128 // BLOCKS if TENSOR.square else tiles * (STEP.blocks // BLOCKS)
     for i in range(count):
-        place = place_of_tile(row, program, count, i, BLOCKS, TENSOR)
+        if TENSOR.square:
+            tl.static_assert(BLOCKS <= 128)
+            place = place_in_square(row, program.to(tl.int64), i, BLOCKS, TENSOR.even)
+        else:
+            place = place_in_rows(row, program * count + i, BLOCKS, TENSOR.even, TENSOR.large)
         amax1, amax2, amax_w, moved, grid = tile_step(row, gradient, place, n, scales, key, TENSOR, STEP, MEASURE)
         all_moved += moved
         all_grid += grid
         largest1 = tl.maximum(largest1, amax1)
         largest2 = tl.maximum(largest2, amax2)
         largest_w = tl.maximum(largest_w, amax_w)
-    SECOND_AMAX: tl.constexpr = 2 * COUNT
-    MASTER_AMAX_WRITTEN: tl.constexpr = 4 * COUNT
     LOOKED: tl.constexpr = "amax_known" if STEP.finds_amaxes else "previous"
     if TENSOR.first.scale == LOOKED:
         raise_amax(pointers.shared, largest1)
     if TENSOR.second.scale == LOOKED:
-        raise_amax(pointers.shared + SECOND_AMAX, largest2)
+        raise_amax(pointers.shared + 2 * COUNT, largest2)
     if not STEP.finds_amaxes:
         if MEASURE:
             if row[MEASURED] != 0:
-                add_resolution(pointers.resolution, all_moved, all_grid)
+                tl.atomic_add(pointers.resolution, tl.cast(all_moved, tl.float64), sem="relaxed")
+                tl.atomic_add(pointers.resolution + 1, tl.cast(all_grid, tl.float64), sem="relaxed")
         if TENSOR.square:  # no other program reads the square's scale_inv and amax
             scale_inv_ptr = to_pointer(row[MASTER_SCALE_INV], tl.float32, False)
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(to_pointer(row[MASTER_AMAX], tl.float32, False) + program, largest_w)
         elif TENSOR.master.fmt is not None:
-            raise_amax(pointers.shared + MASTER_AMAX_WRITTEN, largest_w)
+            raise_amax(pointers.shared + 4 * COUNT, largest_w)
         if program == 0:
             leave_scales(pointers.shared, scales, TENSOR, COUNT)
             if STEP.rule.is_adam:
@@ -431,24 +409,22 @@ def optimizer_step_kernel(
     work_ptr,  # int32, zeros: a counter; of each tensor, found amax and new scale of each that has one
     programs,
     tiles,  # a program
-    TENSORS: tl.constexpr,
+    COUNT: tl.constexpr,  # of the tensors
     STEP: tl.constexpr,
 ):
     """Do a step of all tensors."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    COUNT: tl.constexpr = TENSORS.count
-    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), COUNT, WIDTH, FIRST_PROGRAM)
     row, kept_ptr = row_of(row_ptr, KEPT_CORRECTIONS), row_ptr + KEPT_CORRECTIONS
     program = tl.program_id(0) - row[FIRST_PROGRAM].to(tl.int32)
     group_ptr = groups_ptr + row[GROUP] * 8
-    kind = row[CLASS]
     shared_ptr = work_ptr + 1 + tensor
     gradient_ptr = gradients_ptr + tensor
     pointers = TensorPointers(kept_ptr, gradient_ptr, group_ptr, grad_scale_ptr, resolution_ptr, shared_ptr)
     for i in tl.static_range(len(STEP.tensors)):
-        if kind == i:
+        if row[CLASS] == i:
             TENSOR: tl.constexpr = STEP.tensors[i]
             update_tensor(row, pointers, program, tiles, TENSOR, COUNT, STEP)
     if not STEP.finds_amaxes:

@@ -5,32 +5,28 @@ A program finds its tensor by bisection.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import torch
 import triton
 import triton.language as tl
 
+# Triton's dtypes of what the addresses point to
+DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
+DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 
-@dataclass(frozen=True)
-class TensorCount:
-    """The number of a table's tensors, for which a program's search is compiled."""
 
-    count: int
-
-    @property
-    def steps(self) -> int:
-        """The number of the bisection's steps."""
-        return (self.count - 1).bit_length()
+@triton.constexpr_function
+def bisection_steps(count):
+    """Return in how many steps a bisection finds one of ``count`` tensors."""
+    return (count - 1).bit_length()
 
 
 @triton.jit
-def find_tensor(table_ptr, program, TENSORS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
+def find_tensor(table_ptr, program, COUNT: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
     """Find the tensor that a program works on, the last whose first program is not beyond it: (its index, its row).
 
-    TENSORS: of the table; WIDTH: of a row; FIRST: the column of the first program.
+    COUNT: of the table's tensors; WIDTH: of a row; FIRST: the column of the first program.
     """
-    COUNT: tl.constexpr = TENSORS.count
-    STEPS: tl.constexpr = TENSORS.steps
+    STEPS: tl.constexpr = bisection_steps(COUNT)
     low = 0
     for step in tl.static_range(STEPS):
         middle = low + (1 << (STEPS - 1 - step))
@@ -50,9 +46,7 @@ def pointer(row_ptr, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.cons
 def to_pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Return an address as a pointer to dtype."""
     result = address.to(tl.pointer_type(dtype))
-    if ALIGNED:
-        result = tl.multiple_of(result, 16)
-    return result
+    return tl.multiple_of(result, 16) if ALIGNED else result
 
 
 @triton.jit
@@ -68,6 +62,4 @@ def row_of(row_ptr, COLUMNS: tl.constexpr):
 def size(row_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
     """Load a size of the table."""
     value = tl.load(row_ptr + COLUMN).to(tl.int32)
-    if ALIGNED:
-        value = tl.multiple_of(value, 16)
-    return value
+    return tl.multiple_of(value, 16) if ALIGNED else value

@@ -56,7 +56,7 @@ def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: Triton
     if kernels.gpu.type == "cpu" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's product runs on GPUs only")
     true = module.library_matmul
-    kind = E4M3, E4M3, torch.bfloat16, True, False
+    kind = (E4M3, E4M3, torch.bfloat16), True, False
 
     def with_error(change: Callable[[Any], Any]) -> Callable[..., Tensor]:
         return lambda operands, *others: true(change(operands), *others)

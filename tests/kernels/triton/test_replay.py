@@ -1,5 +1,6 @@
 """From its third call on an op is replayed, and does with other values all that it did."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -111,9 +112,8 @@ def test_a_scale_that_comes_to_be_known_meanwhile(
     """No replay is made of a call in which the scale came to be known: it would leave out the amax launch."""
     x, scale = torch.randn(33, 48), torch.zeros(3)
     answers = iter([False, False, False, True])  # before each call, and in it
-    update = kernels.module("delayed_update")
-    monkeypatch.setattr(update, "_current", lambda scale: scale)
-    monkeypatch.setattr(update, "_exists", lambda entry, role: next(answers))
+    known = SimpleNamespace(exists_now=lambda role: next(answers))
+    monkeypatch.setattr(kernels.module("delayed_update"), "_current", lambda scale: known)
     for _ in range(2):
         kernels.cast(x, scale, 0, E4M3, ALL, False, 0)
     assert [recording for _, recording in recorded] == [None]
