@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
-from octavo.inspect.weight_updates import MOVED, MOVED_NAMES, SQUARES
+from octavo.inspect.weight_updates import MOVED, SQUARES
 from octavo.kernels.arguments import Counted
 from octavo.reading import read_json
 
@@ -444,12 +444,13 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 def weight_measures(moved: Any) -> dict[str, Any]:
     """Return MOVED's measures by name, from its columns [..., layers, 18]; nan where nothing was sampled."""
-    sums, measures = dict(zip(MOVED_NAMES, np.moveaxis(moved, -1, 0), strict=True)), {}
+    sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        for column, name, divisor in ((c.name, *measure) for c in MOVED for measure in c.measures.items()):
-            least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
-            ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)
-            measures[name] = np.sqrt(ratio) if column in SQUARES else ratio
+        for column, divisors in MOVED.items():
+            for name, divisor in divisors.items():
+                least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
+                ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)
+                measures[name] = np.sqrt(ratio) if column in SQUARES else ratio
     is_faulty = (sums["gradients"] > 0) & np.isnan(sums["gradient"])
     return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 

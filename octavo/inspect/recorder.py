@@ -35,7 +35,7 @@ from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, 
 from octavo.inspect.weight_updates import (
     FROZEN,
     GROUP,
-    MOVED_NAMES,
+    MOVED,
     Updates,
     count_weights,
     optimizer_facts,
@@ -371,7 +371,7 @@ class Recorder:
 
     def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
         """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
-        moved = dict(zip(MOVED_NAMES, moved_of_weights.T, strict=True))
+        moved = dict(zip(MOVED, moved_of_weights.T, strict=True))
         if not self._updates.is_hooked or moved["sampled_before_update"].any() or not moved["changed"].any():
             return
         self._updates.is_hooked = False
