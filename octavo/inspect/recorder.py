@@ -31,7 +31,7 @@ from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
 from octavo.inspect.remedies import RECIPES_FILE, own_recipes
 from octavo.inspect.rows import Row, Table, require_whole
-from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, DeviceEvent, Twin
+from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, TWIN_LOSS, Comparison, DeviceEvent, Twin
 from octavo.inspect.weight_updates import (
     FROZEN,
     GROUP,
@@ -169,13 +169,12 @@ class Recorder:
             raise RuntimeError(f"the record ends before step {self._step}, as close() was called: make a Recorder anew")
         comparison = None if self._twin is None else self._twin.take()
         if self._continues:
-            by_name = self._changed_facts() | {"loss": loss, "grad_norm": grad_norm, **scalars}
-            by_event: dict[DeviceEvent, Scalar | None] = {SKIPPED: self._steps_skipped()}  # the number that decides it
+            numbers: dict[str | DeviceEvent, Scalar | None] = {**self._changed_facts()}
+            numbers |= {"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._steps_skipped()}
             if comparison is not None:
-                by_name |= comparison.scalars(loss, scalars.get("loss_scale"))
-                by_event[OTHER_GRADIENTS] = comparison.reproduced
-            noted: list[tuple[str | DeviceEvent, Scalar | None]] = [*by_name.items(), *by_event.items()]
-            for what, value in noted:  # copied without autograd's graph; sharded tensors as whole ones
+                twin_loss = comparison.twin_loss(loss, scalars.get("loss_scale"))
+                numbers |= {**comparison.scalars, TWIN_LOSS: twin_loss, OTHER_GRADIENTS: comparison.reproduced}
+            for what, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:
