@@ -292,25 +292,20 @@ def load(folder: str | Path) -> Record:
         raise RecordError(f"{folder} holds no record: {remedy}") from error
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
-    with reading(folder):
-        return _record_in(folder)
-
-
-def _record_in(folder: Path) -> Record:
-    """Return the record of a folder whose form is FORMAT."""
     tables: dict[int, list[Row]] = {}
-    for step, path in files_of(folder, "rows").items():
-        with reading(path):
-            tables[step] = [Row.of(row) for row in read_json(path)]
-    files = files_of(folder, "counts")
-    counts = _RecordedCounts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
-    for at, (step, path) in enumerate(files.items()):
-        first_step = max((first_step for first_step in tables if first_step <= step), default=None)
-        if first_step is None:
-            raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
-        with reading(path), open(path, "rb") as file, np.load(file) as arrays:
-            counts.read(at, tables[first_step], arrays)
-    return counts.record(list(files), *_steps(folder))
+    with reading(folder):
+        for step, path in files_of(folder, "rows").items():
+            with reading(path):
+                tables[step] = [Row.of(row) for row in read_json(path)]
+        files = files_of(folder, "counts")
+        counts = _RecordedCounts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
+        for at, (step, path) in enumerate(files.items()):
+            first_step = max((first_step for first_step in tables if first_step <= step), default=None)
+            if first_step is None:
+                raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
+            with reading(path), open(path, "rb") as file, np.load(file) as arrays:
+                counts.read(at, tables[first_step], arrays)
+        return counts.record(list(files), *_steps(folder))
 
 
 # {array of names: array with a row for each name}

@@ -112,8 +112,7 @@ class _Sample(NamedTuple):
         """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
         param = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
-            nothing = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
-            return cls(nothing, nothing, None, None, (), nothing)
+            param = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
         weight = on_this_rank(param).detach()
@@ -208,7 +207,6 @@ class Updates:
         for handle in self._handles:
             handle.remove()
 
-    @torch.no_grad()
     def begin(self, weights: Weights, is_as_before: bool) -> None:
         """Begin a recorded step; ``is_as_before``: the last one had the same weights."""
         _, values = _read(weights, self.optimizer)
@@ -218,26 +216,24 @@ class Updates:
         self._before = values  # before the optimizer's step, which reads them again
         self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
 
-    @torch.no_grad()
     def _before_step(self) -> None:
         """Read weights before the optimizer's step, once in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             _, self._before = _read(self._weights, self.optimizer)
 
-    @torch.no_grad()
     def _before_update(self) -> None:
         """Read the gradients that the optimizer gets, once in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             self._gradients = self._read_gradients()
 
+    @torch.no_grad()
     def _read_gradients(self) -> tuple[list[int], Tensor]:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
         params = [weight if isinstance(weight, Tensor) else weight_of(weight) for weight in self._weights]
-        leaf_gradients = [local_gradient(p) if p is not None and p.is_leaf else None for p in params]
-        local = [None if grad is None else grad.detach() for grad in leaf_gradients]
+        local = [local_gradient(p) if p is not None and p.is_leaf else None for p in params]
         plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in local]
-        empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before.weights[0, :0])
-        gradients = [empty if grad is None else strided(grad) for grad in plain]
+        none = self._before.weights[0, :0]
+        gradients = [none if grad is None else strided(grad) for grad in plain]
         return [len(grad) for grad in gradients], padded(gradients)
 
     def _after_update(self) -> None:
@@ -366,6 +362,7 @@ def _is_sampled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return (torch.arange(SAMPLED, device="cpu") < torch.tensor(lengths, device="cpu").unsqueeze(1)).to(device)
 
 
+@torch.no_grad()
 def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], _Values]:
     """Return samples and their values, which a few launches read, however many layers there are."""
     samples = [_Sample.of(weight, optimizer) for weight in weights]
