@@ -445,7 +445,7 @@ class Twin:
     def _slope(self, call: Call, outputs: dict[int, Tensor], grads: dict[int, Tensor], loss: Tensor) -> Tensor:
         """Return changes_along of a call that ran again, and whose weights have their gradients."""
         dtypes = {parameter.dtype for parameter in self._model.parameters()}
-        is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
+        is_float32 = dtypes == {torch.float32} and not call.forward.autocast.enabled
         pairs = [(whole(y), whole(grads[place])) for place, y in outputs.items()]
         aim = torch.stack([aimed_change(y, grad, is_float32) for y, grad in pairs]).sum()
 
