@@ -162,12 +162,13 @@ class Recorder:
             raise RuntimeError(f"the record ends before step {self._step}, as close() was called: make a Recorder anew")
         comparison = None if self._twin is None else self._twin.take()
         if self._continues:
-            numbers: dict[str | DeviceEvent, Scalar | None] = {**self._changed_facts()}
-            numbers |= {"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._steps_skipped()}
+            by_name = self._changed_facts() | {"loss": loss, "grad_norm": grad_norm, **scalars}
+            by_event: dict[DeviceEvent, Scalar | None] = {SKIPPED: self._steps_skipped()}  # the number that decides it
             if comparison is not None:
-                twin_loss = comparison.twin_loss(loss, scalars.get("loss_scale"))
-                numbers |= {**comparison.scalars, TWIN_LOSS: twin_loss, OTHER_GRADIENTS: comparison.reproduced}
-            for what, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
+                by_name |= comparison.scalars | {TWIN_LOSS: comparison.twin_loss(loss, scalars.get("loss_scale"))}
+                by_event[OTHER_GRADIENTS] = comparison.reproduced
+            numbers: list[tuple[str | DeviceEvent, Scalar | None]] = [*by_name.items(), *by_event.items()]
+            for what, value in numbers:  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:

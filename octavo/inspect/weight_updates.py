@@ -110,7 +110,7 @@ class _Sample(NamedTuple):
     @classmethod
     def of(cls, module: RecipeModule | nn.Parameter, optimizer: torch.optim.Optimizer | None) -> _Sample:
         """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
-        param = module if isinstance(module, Tensor) else weight_of(module)
+        param: Tensor | None = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
             param = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
         param_state = {} if optimizer is None else optimizer.state.get(param, {})

@@ -430,8 +430,8 @@ class _Passes:
         """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
         self.last_states, self.first_order = dict(self.states), {}
         with contextlib.ExitStack() as hooks:
-            for name, layer in self.layers.items():
-                watch = functools.partial(self._watch, name)
+            for layer_name, layer in self.layers.items():
+                watch = functools.partial(self._watch, layer_name)
                 hooks.enter_context(layer.register_forward_hook(watch, prepend=True, with_kwargs=True))
             exact = self.gradient(batch)
         if not math.isfinite(exact.loss) or exact.loss == 0:
