@@ -204,10 +204,8 @@ class FaultTrace:
 
     def _faulty_weight(self) -> Tensor:
         """Return 1 + the index of the first layer whose weight's first or last row has inf or NaN; 0 without one."""
-        rows = [row for _, module in self._layers for row in _first_and_last_rows(module, self._device)]
-        kinds = [[row for row in rows if row.ndim == dims] for dims in (1, 2)]  # experts' rows, [E, K], are not dense
-        norms_by_ndim = [iter(torch._foreach_norm(alike, math.inf) if alike else ()) for alike in kinds]
-        norms = torch.stack([next(norms_by_ndim[row.ndim - 1]).float() for row in rows])
+        rows = [row.flatten() for _, module in self._layers for row in _first_and_last_rows(module, self._device)]
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(rows, math.inf)])
         faulty = ~norms.view(-1, 2).isfinite().all(1)
         return torch.where(faulty.any(), faulty.int().argmax() + 1, 0).float()
 

@@ -134,8 +134,7 @@ def _write(path: Path, forward: Forward, model: nn.Module, ranks: Ranks) -> None
         return path.unlink(missing_ok=True)
     states = [*forward.random_states]
     states[_NUMPY] = [x.tolist() if isinstance(x, np.ndarray) else x for x in states[_NUMPY]]
-    autocast = None if forward.autocast is None else tuple(forward.autocast)
-    fields = forward._asdict() | {"random_states": states, "autocast": autocast}
+    fields = forward._asdict() | {"random_states": states, "autocast": tuple(forward.autocast)}
     torch.save({"setting": _setting(model, ranks), "forward": fields}, saved := io.BytesIO())
     with replacing(path) as file:
         np.savez(file, saved=np.frombuffer(saved.getbuffer(), dtype="uint8"))
@@ -151,6 +150,5 @@ def _read(path: Path, model: nn.Module, ranks: Ranks) -> Forward | None:
         is_own = fields["setting"] == _setting(model, ranks) and len(forward.modes) == len([*model.modules()])
         # generators' states lie on the CPU; the last one is the device's
         states = [state.cpu() if isinstance(state, Tensor) else state for state in forward.random_states]
-        autocast = None if forward.autocast is None else Autocast(*forward.autocast)
-        return forward._replace(random_states=states, autocast=autocast) if is_own else None
+        return forward._replace(random_states=states, autocast=Autocast(*forward.autocast)) if is_own else None
     return None

@@ -19,7 +19,7 @@ from octavo.private import hooks_after_gradients, pytree
 
 
 class Autocast(NamedTuple):
-    """The arguments of torch.autocast, as they were; None where a device has none."""
+    """The arguments of torch.autocast, as they were."""
 
     device_type: str
     dtype: torch.dtype
@@ -27,10 +27,9 @@ class Autocast(NamedTuple):
     cache_enabled: bool
 
     @classmethod
-    def now(cls, kind: str) -> Autocast | None:
-        """Return autocast as it is now on a kind of device."""
-        if not torch.amp.is_autocast_available(kind):
-            return None
+    def now(cls, kind: str) -> Autocast:
+        """Return autocast as it is now on a kind of device; where that has none, as "meta", the CPU's."""
+        kind = kind if torch.amp.is_autocast_available(kind) else "cpu"
         how = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
         return cls(kind, *how)
 
@@ -41,7 +40,7 @@ class Forward(NamedTuple):
     arguments: Any
     modes: Sequence[bool]  # whether each module is in training
     random_states: list[Any]
-    autocast: Autocast | None
+    autocast: Autocast
     delayed: list[Any]  # states of the FP8 modules, or None, before backward writes them; empty where none is put back
     state: ModuleState | None  # of the modules before it; None where they keep what they have
 
@@ -56,7 +55,7 @@ class Forward(NamedTuple):
     @property
     def is_float16(self) -> bool:
         """Whether autocast casts to float16."""
-        return self.autocast is not None and self.autocast.enabled and self.autocast.dtype == torch.float16
+        return self.autocast.enabled and self.autocast.dtype == torch.float16
 
     def again(self, model: nn.Module) -> list[Tensor]:
         """Run the forward again; return its outputs."""
@@ -70,7 +69,7 @@ class Forward(NamedTuple):
                 fp8.state = state.clone()
         args, kwargs = map_tensors(copy_of, self.arguments)
         outputs: list[Tensor] = []
-        with contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast):
+        with torch.autocast(*self.autocast):
             map_tensors(outputs.append, model(*args, **kwargs))
         return outputs
 

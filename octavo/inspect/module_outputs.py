@@ -65,12 +65,10 @@ class ModuleOutputs:
     def sampled(self) -> Iterator[None]:
         """Sample what each module gets and returns in a block, of its first call, and the gradients at its end."""
         self._samples, register = {}, nn.Module.register_forward_hook
-        hooks = [register(m, partial(self._sample, name), with_kwargs=True) for name, m in self._modules.items()]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, module in self._modules.items():
+                hooks.enter_context(register(module, partial(self._sample, name), with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 self._samples[name, "gradient"] = _sampled(parameter.grad.detach())

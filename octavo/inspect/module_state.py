@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class ModuleState:
 
     def __init__(self, model: nn.Module, before_forward: bool = False, most_bytes: float = LARGEST_COPY) -> None:
         self._collections: list[tuple[Any, Any, frozenset[str]]] = []  # (it, a shallow copy, names that it lacks)
-        self._generators: list[tuple[Any, Any]] = []  # each with its state
+        self._generators: list[tuple[Any, Any]] = []  # (a function that sets one's state, its state)
         self._before_forward, self._seen = before_forward, set[int]()
         self._add_module(model)
         tensors = {id(x): x for _, copied, _ in self._collections for x in _values(copied) if _is_state(x)}
@@ -69,7 +70,7 @@ class ModuleState:
                 for each in _values(value):
                     self._add(each)
         elif isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
-            self._generators.append((value, _generator_state(value)))
+            self._generators.append(_setter_and_state(value))
 
     def put_copies(self) -> None:
         """Give the modules this state with copies of its tensors, which they may write in place."""
@@ -83,11 +84,13 @@ class ModuleState:
         """Give the modules and generators their noted contents, each value changed by a function."""
         for one, copied, names_left in self._collections:
             values = _changed(copied, change)
-            present = {k: x for k, x in one.items() if k not in names_left} if isinstance(one, dict) else one
-            if not _are_same(present, values):
-                _write(one, present, values)
-        for generator, state in self._generators:
-            _set_generator_state(generator, state)
+            if isinstance(one, dict):
+                values = {name: value for name, value in one.items() if name in names_left} | values
+            if not _are_same(one, values):
+                one.clear()  # .update() of a Counter would add
+                (one.update if isinstance(one, dict | set) else one.extend)(values)
+        for set_state, state in self._generators:
+            set_state(state)
 
 
 def _values(collection: Any) -> Iterable[Any]:
@@ -124,28 +127,10 @@ def _are_same(present: Any, values: Any) -> bool:
     return keys_agree and [*map(id, _values(present))] == [*map(id, _values(values))]
 
 
-def _write(collection: Any, present: Any, values: Any) -> None:
-    """Replace the present contents of a collection."""
-    if isinstance(collection, dict):
-        for key in present:
-            del collection[key]
-        for key, value in values.items():  # .update() of a Counter adds
-            collection[key] = value
-    else:
-        collection.clear()
-        (collection.update if isinstance(collection, set) else collection.extend)(values)
-
-
-def _generator_state(generator: Any) -> Any:
-    """Return the state of a generator of NumPy, Python or torch."""
+def _setter_and_state(generator: Any) -> tuple[Callable[[Any], None], Any]:
+    """Return a function that sets the state of a generator of NumPy, Python or torch, and its state now."""
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    """Give a generator a state that ``_generator_state`` returned."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+        return partial(setattr, generator.bit_generator, "state"), generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.setstate, generator.getstate()
+    return generator.set_state, generator.get_state()

@@ -1,9 +1,14 @@
-"""Products of weights' gradients with those of another run of the same step, summed over ranks, and their cosines."""
+"""Products of weights' gradients of two runs of the same step, summed over ranks, and their cosines.
+
+Of the runs a and b they are rows of <a, b>, <a, a> and <b, b>, float64 [layers + 1, 3]: of each layer's weight, and of
+all other weights together, 0 where these are not compared. All three of a row are 0 where nothing is compared: a run
+has no gradient of a weight, or one that is not of this step alone. They are nan where nothing is known: where the
+step's run once more in FP8 does not have the step's gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,36 +19,6 @@ from octavo.inspect.slope import dot
 from octavo.weights.fsdp2 import on_this_rank
 
 GradientPair = tuple[Tensor | None, Tensor | None]  # a weight's gradients of two runs of a step
-
-
-class Products(NamedTuple):
-    """The products of weights' gradients of two runs, a and b: <a, b>, <a, a> and <b, b> are the columns, float64.
-
-    All three of a row are 0 where nothing is compared: a run has no gradient of a weight, or one that is not of this
-    step alone. They are nan where nothing is known: where the step's run once more in FP8 does not have the step's
-    gradients.
-
-    Attributes:
-        layers: of each layer's weight, [layers, 3].
-        others: of all other weights together, [1, 3]; 0 where these are not compared.
-    """
-
-    layers: Tensor
-    others: Tensor
-
-    @property
-    def norm_squares(self) -> Tensor:
-        """The squared norms of the first run's gradients, of layers and of others, [layers + 1]."""
-        return torch.cat(self)[:, 1]
-
-    def cosines(self) -> Tensor:
-        """Return ``cosines_of`` layers, of others, and of all gradients together, [layers + 2]."""
-        return cosines_of(torch.cat([*self, torch.cat(self).sum(0, keepdim=True)]))
-
-    def masked(self, mask: Tensor, value: float) -> Products:
-        """Return the products with a value where a mask is set, of layers and of others, [layers + 1]."""
-        rows = torch.cat(self).masked_fill(mask.unsqueeze(1), value)
-        return Products(rows[:-1], rows[-1:])
 
 
 def cosines_of(products: Tensor) -> Tensor:
@@ -63,15 +38,15 @@ class RankSums:
         self._model, self._ranks = model, ranks
         self._are_replicated: list[bool] | None = None  # whether all ranks have a weight's gradient, found once
 
-    def products(self, pairs: Sequence[GradientPair], layers: int, is_first_run_again: bool = False) -> Products:
-        """Return products of pairs of gradients, of which the first ``layers`` are layers'.
+    def products(self, pairs: Sequence[GradientPair], layers: int, is_first_run_again: bool = False) -> Tensor:
+        """Return the rows of products of pairs of gradients, of which the first ``layers`` are layers'.
 
         ``is_first_run_again``: the first gradients are of a run again too, in which ranks reduce none.
         """
         replicated_pairs = zip(pairs, self._replicated(pairs), strict=True)
         of_rank = [self._product(*pair, each, is_first_run_again) for pair, each in replicated_pairs]
         products = self._ranks.sum(torch.stack(of_rank))
-        return Products(products[:layers], products[layers:].sum(0, keepdim=True))
+        return torch.cat([products[:layers], products[layers:].sum(0, keepdim=True)])
 
     def squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return the squares of the norms of this rank's gradients, 0 where there is none: float64 [gradients]."""

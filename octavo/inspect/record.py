@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
-from octavo.inspect.weight_updates import MOVED, MOVED_NAMES, SQUARES
+from octavo.inspect.weight_updates import MOVED, SQUARES
 from octavo.kernels.arguments import Counted
 from octavo.reading import read_json
 
@@ -292,25 +292,20 @@ def load(folder: str | Path) -> Record:
         raise RecordError(f"{folder} holds no record: {remedy}") from error
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
-    with reading(folder):
-        return _record_in(folder)
-
-
-def _record_in(folder: Path) -> Record:
-    """Return the record of a folder whose form is FORMAT."""
     tables: dict[int, list[Row]] = {}
-    for step, path in files_of(folder, "rows").items():
-        with reading(path):
-            tables[step] = [Row.of(row) for row in read_json(path)]
-    files = files_of(folder, "counts")
-    counts = _RecordedCounts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
-    for at, (step, path) in enumerate(files.items()):
-        first_step = max((first_step for first_step in tables if first_step <= step), default=None)
-        if first_step is None:
-            raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
-        with reading(path), open(path, "rb") as file, np.load(file) as arrays:
-            counts.read(at, tables[first_step], arrays)
-    return counts.record(list(files), *_steps(folder))
+    with reading(folder):
+        for step, path in files_of(folder, "rows").items():
+            with reading(path):
+                tables[step] = [Row.of(row) for row in read_json(path)]
+        files = files_of(folder, "counts")
+        counts = _RecordedCounts(list(dict.fromkeys(itertools.chain(*tables.values()))), len(files))
+        for at, (step, path) in enumerate(files.items()):
+            first_step = max((first_step for first_step in tables if first_step <= step), default=None)
+            if first_step is None:
+                raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
+            with reading(path), open(path, "rb") as file, np.load(file) as arrays:
+                counts.read(at, tables[first_step], arrays)
+        return counts.record(list(files), *_steps(folder))
 
 
 # {array of names: array with a row for each name}
@@ -444,12 +439,13 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 def weight_measures(moved: Any) -> dict[str, Any]:
     """Return MOVED's measures by name, from its columns [..., layers, 18]; nan where nothing was sampled."""
-    sums, measures = dict(zip(MOVED_NAMES, np.moveaxis(moved, -1, 0), strict=True)), {}
+    sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        for column, name, divisor in ((c.name, *measure) for c in MOVED for measure in c.measures.items()):
-            least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
-            ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)
-            measures[name] = np.sqrt(ratio) if column in SQUARES else ratio
+        for column, divisors in MOVED.items():
+            for name, divisor in divisors.items():
+                least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
+                ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)
+                measures[name] = np.sqrt(ratio) if column in SQUARES else ratio
     is_faulty = (sums["gradients"] > 0) & np.isnan(sums["gradient"])
     return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 

@@ -31,11 +31,11 @@ from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
 from octavo.inspect.remedies import RECIPES_FILE, own_recipes
 from octavo.inspect.rows import Row, Table, require_whole
-from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, Comparison, DeviceEvent, Twin
+from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, TWIN_LOSS, Comparison, DeviceEvent, Twin
 from octavo.inspect.weight_updates import (
     FROZEN,
     GROUP,
-    MOVED_NAMES,
+    MOVED,
     Updates,
     count_weights,
     optimizer_facts,
@@ -49,15 +49,8 @@ from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
 ByStep = dict[int, dict[str, float]]  # numbers by step and name
+Noted = dict[int, dict[str | DeviceEvent, Scalar]]  # numbers by step and name, or by the event that one decides
 SKIPPED = DeviceEvent("skipped", "neither the weights nor the optimizer's state were touched", lambda skips: skips != 0)
-
-
-class _Noted(NamedTuple):
-    """A number that a step noted: a scalar by its name, or what decides an event."""
-
-    step: int
-    what: str | DeviceEvent
-    value: Scalar
 
 
 class _Sent(NamedTuple):
@@ -65,7 +58,7 @@ class _Sent(NamedTuple):
 
     step: int
     table: Table
-    noted: list[_Noted]  # tensors' values are the last tensor of ``in_flight``, in this order
+    noted: Noted  # tensors' values are the last tensor of ``in_flight``, in this order
     names: tuple[str, ...]  # of the counts
     in_flight: InFlight  # the counts, and the values of ``noted``
     others: Sequence[str]  # names of parameters that are no layer's weight
@@ -150,7 +143,7 @@ class Recorder:
         self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
-        self._noted: list[_Noted] = []
+        self._noted: Noted = {}
         self._sent: list[_Sent] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
@@ -172,14 +165,14 @@ class Recorder:
             by_name = self._changed_facts() | {"loss": loss, "grad_norm": grad_norm, **scalars}
             by_event: dict[DeviceEvent, Scalar | None] = {SKIPPED: self._steps_skipped()}  # the number that decides it
             if comparison is not None:
-                by_name |= comparison.scalars(loss, scalars.get("loss_scale"))
+                by_name |= comparison.scalars | {TWIN_LOSS: comparison.twin_loss(loss, scalars.get("loss_scale"))}
                 by_event[OTHER_GRADIENTS] = comparison.reproduced
-            noted: list[tuple[str | DeviceEvent, Scalar | None]] = [*by_name.items(), *by_event.items()]
-            for what, value in noted:  # copied without autograd's graph; sharded tensors as whole ones
+            numbers: list[tuple[str | DeviceEvent, Scalar | None]] = [*by_name.items(), *by_event.items()]
+            for what, value in numbers:  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:
-                    self._noted.append(_Noted(self._step, what, value))
+                    self._noted.setdefault(self._step, {})[what] = value
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
@@ -305,11 +298,11 @@ class Recorder:
 
     def _send(self, counts: Mapping[str, Tensor], outputs: OutputChanges | None = None) -> None:
         """Send a recorded step's counts, and what the steps until it noted, on their way to the host."""
-        noted, self._noted = self._noted, []
+        noted, self._noted = self._noted, {}
         if self._writer is None:
             return
         # as float64: a count in a loss's dtype would be rounded
-        on_device = [each.value.double() for each in noted if isinstance(each.value, Tensor)]
+        on_device = [x.double() for of_step in noted.values() for x in of_step.values() if isinstance(x, Tensor)]
         values = torch.stack(on_device) if on_device else self._table.sums.new_zeros(0, dtype=torch.float32)
         in_flight = InFlight(*counts.values(), values)
         sent = _Sent(self._step, self._table, noted, tuple(counts), in_flight, self._others, outputs)
@@ -335,16 +328,17 @@ class Recorder:
                 self.on_record(step, of_step)
 
     @staticmethod
-    def _scalars_and_events(noted: Sequence[_Noted], values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
+    def _scalars_and_events(noted: Noted, values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
         """Return scalars by step and name, and the lines of the events that happened; ``values``: of tensors."""
         scalars, events = ByStep(), list[dict[str, Any]]()
         arrived = iter(values.tolist())
-        for step, what, number in noted:
-            value = next(arrived) if isinstance(number, Tensor) else number
-            if not isinstance(what, DeviceEvent):
-                scalars.setdefault(step, {})[what] = value if math.isfinite(value) else math.nan
-            elif what.happened(value):
-                events.append({"step": step, "event": what.kind, "text": what.text.format(value)})
+        for step, numbers in noted.items():
+            for what, number in numbers.items():
+                value = next(arrived) if isinstance(number, Tensor) else number
+                if not isinstance(what, DeviceEvent):
+                    scalars.setdefault(step, {})[what] = value if math.isfinite(value) else math.nan
+                elif what.happened(value):
+                    events.append({"step": step, "event": what.kind, "text": what.text.format(value)})
         return scalars, events
 
     def _write_counts(self, writer: RecordWriter, sent: _Sent, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -371,7 +365,7 @@ class Recorder:
 
     def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
         """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
-        moved = dict(zip(MOVED_NAMES, moved_of_weights.T, strict=True))
+        moved = dict(zip(MOVED, moved_of_weights.T, strict=True))
         if not self._updates.is_hooked or moved["sampled_before_update"].any() or not moved["changed"].any():
             return
         self._updates.is_hooked = False

@@ -42,7 +42,7 @@ from octavo.inspect.first_batch import FirstBatch
 from octavo.inspect.forwards import Forward, backward, device_of, without_trace
 from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.notes import Call, StepNotes, gets_gradient
-from octavo.inspect.products import GradientPair, Products, RankSums, cosines_of
+from octavo.inspect.products import GradientPair, RankSums, cosines_of
 from octavo.inspect.remedies import own_recipes
 from octavo.inspect.rows import RecordedLayer, observe
 from octavo.inspect.slope import aimed_change, changes_along, dot
@@ -52,10 +52,14 @@ from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank, whole
 from octavo.weights.operands import weight_of
 
 TWIN_LOSS = "twin_loss"  # a scalar of the record: the loss in high precision
-OTHERS = "twin_cosine"  # the same: the cosine of Comparison.others
-LEFT = "left_gradient"  # the same: Comparison.share_left
-CONTROL = "twin_control"  # the same: Comparison.lowest_cosine
-SLOPE = "twin_slope"  # the same: Comparison.slope
+# the same: the cosine of all weights' gradients with the twin's, where no layer's weight has one, as of adapters
+OTHERS = "twin_cosine"
+# the same: the norm of gradients from before the step's first backward, of weights that the optimizer has, over the
+# norm of all weights' gradients after the last
+LEFT = "left_gradient"
+# the same: the lowest cosine of a layer's gradients with those of the step's run once more in FP8, in later steps
+CONTROL = "twin_control"
+SLOPE = "twin_slope"  # the same: of the twin's first forward, see slope.py
 NO_TWIN = "no twin"  # the kind of an event: why no step was computed in high precision
 
 # --- limits, of cosines of gradients as the optimizer gets them, and chosen by `python -m benchmarks causes`
@@ -116,9 +120,8 @@ class Comparison(NamedTuple):
     """The comparison of a step's gradients and loss with its twin's, on the device; losses are times the loss scale.
 
     Attributes:
-        products: [layers, 3] float64: Products.layers of the step's gradients, or of the step's run once more in FP8
-            where there is one, and the twin's.
-        others: Products.others of these, [3], where no layer's weight has a gradient, as of adapters; else None.
+        products: [layers, 3] float64: of the step's gradients, or of the step's run once more in FP8 where there is
+            one, and the twin's; see products.py.
         loss_change: the twin's loss less the step's, float64, or less that of the step's run once more in FP8; nan
             where an output was overwritten.
         loss: the twin's loss; nan where a model returns another tensor than a number.
@@ -126,39 +129,27 @@ class Comparison(NamedTuple):
         reproduced: in the first recorded step of these layers the cosine of all gradients with those of a run in FP8.
             Where it is below CONTROL_COSINE the numbers above are nan, in later steps too; where a layer's is, those
             of the layer.
-        lowest_cosine: in later steps that run once more in FP8 the lowest such cosine of a layer.
-        share_left: the norm of gradients from before the step's first backward, of weights that the optimizer has, over
-            the norm of all weights' gradients after the last.
         control_loss_ratio: |loss of the run once more in FP8 - the step's| / |the twin's - the step's|; 0 without one.
-        slope: of the twin's first forward, see slope.py.
+        scalars: by OTHERS, LEFT, CONTROL and SLOPE; None where the step has no such number.
         outputs: by how far modules' outputs of the first recorded batch moved since the last recorded step.
     """
 
     products: Tensor
-    others: Tensor | None
     loss_change: Tensor
     loss: Tensor
     has_scale: bool
     reproduced: Tensor | None
-    lowest_cosine: Tensor | None
-    share_left: Tensor
     control_loss_ratio: Tensor
-    slope: Tensor
+    scalars: dict[str, Tensor | None]
     outputs: OutputChanges | None
 
-    def scalars(self, loss: float | Tensor | None, loss_scale: float | Tensor | None) -> dict[str, Tensor | None]:
-        """Return the record's scalars by name; ``loss``, ``loss_scale``: of the step."""
-        scalars = {CONTROL: self.lowest_cosine, LEFT: self.share_left, SLOPE: self.slope}
-        if self.others is not None:
-            product, of_step, of_twin = self.others
-            scalars[OTHERS] = torch.where(of_step == 0, 0.0, product / (of_step * of_twin).sqrt())
-        return scalars if loss is None else scalars | {TWIN_LOSS: self._loss_beside(loss, loss_scale)}
-
-    def _loss_beside(self, loss: float | Tensor, loss_scale: float | Tensor | None) -> Tensor:
-        """Return the twin's loss beside a step's loss; nan where it needs a loss scale that is None.
+    def twin_loss(self, loss: float | Tensor | None, loss_scale: float | Tensor | None) -> Tensor | None:
+        """Return the twin's loss beside a step's loss; None without one, nan where it needs a loss scale that is None.
 
         A loss that the model returns is compared by its ratio, which no scale, mean over batches or rank changes.
         """
+        if loss is None:
+            return None
         ratio = self.loss / (self.loss - self.loss_change)
         scale = (math.nan if self.has_scale else 1.0) if loss_scale is None else loss_scale
         exact = torch.where((loss * ratio).isfinite(), loss * ratio, self.loss / scale)
@@ -182,13 +173,14 @@ class _StepInFP8(NamedTuple):
     """A step in FP8 compared with its twin: the step itself, or its control.
 
     Attributes:
-        products: of these gradients and the twin's.
+        products: of these gradients and the twin's, [layers + 1, 3].
         loss_change: the twin's loss less this one.
         control_loss_ratio: Comparison.control_loss_ratio.
-        cosines: Products.cosines of the step's gradients and these; a single 1 for the step itself.
+        cosines: of the step's gradients and these: of layers, of others, and of all gradients together, [layers + 2];
+            a single 1 for the step itself.
     """
 
-    products: Products
+    products: Tensor
     loss_change: Tensor
     control_loss_ratio: Tensor
     cosines: Tensor
@@ -236,10 +228,9 @@ class Twin:
         self._first_batch: FirstBatch | None = None
         self._folder, self._resumes = folder, resumes
         self._optimizer = torch_optimizer(optimizer)
-        self.reason, self._hooks = NO_OPTIMIZER, list[Any]()
+        self.reason, self._hook = NO_OPTIMIZER, None
         if self._optimizer is not None:
-            self.reason = ""
-            self._hooks = [hook_before_update(self._optimizer, self._before_update)]
+            self.reason, self._hook = "", hook_before_update(self._optimizer, self._before_update)
 
     def begin(self, layers: Sequence[RecordedLayer]) -> None:
         """Note the forwards of a recorded step, from now on."""
@@ -274,8 +265,8 @@ class Twin:
     def close(self) -> None:
         """Leave model and optimizer alone."""
         self.end()
-        for hook in self._hooks:
-            hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     @contextlib.contextmanager
     def _or_reason(self) -> Iterator[None]:
@@ -335,7 +326,7 @@ class Twin:
             return None
         zero, one = torch.zeros_like(twin.loss_change), torch.ones_like(twin.loss_change)  # the step is like itself
         of_step = _StepInFP8(self._sums.products(twin.pairs, len(layers)), twin.loss_change, zero, one)
-        squares_left = torch.zeros_like(of_step.products.norm_squares) if left is None else self._ranks.sum(left)
+        squares_left = torch.zeros_like(of_step.products[:, 1]) if left is None else self._ranks.sum(left)
 
         is_first = self._first_cosines is None
         needs_control = self._ranks.any(is_first or self._needs_controls)
@@ -348,20 +339,26 @@ class Twin:
 
         # nan where the first recorded step's gradients were not its control's, as what is compared is unknown then
         is_unlike = first_cosines < CONTROL_COSINE
-        known = fp8.products.masked(squares_left != 0, 0.0).masked(is_unlike[:-1] | is_unlike[-1], math.nan)
+        known = fp8.products.masked_fill(squares_left.unsqueeze(1) != 0, 0.0)
+        known = known.masked_fill((is_unlike[:-1] | is_unlike[-1]).unsqueeze(1), math.nan)
         change, loss = (self._ranks.mean(x).masked_fill(is_unlike[-1], math.nan) for x in (fp8.loss_change, twin.loss))
         change_along, predicted = self._ranks.sum(twin.slope)
+        scalars = {
+            CONTROL: lowest if needs_control and not is_first else None,
+            LEFT: self._share_left(squares_left, of_step.products, layers),
+            SLOPE: change_along / predicted,
+        }
+        if has_others:
+            product, of_fp8, of_twin = known[-1]
+            scalars[OTHERS] = torch.where(of_fp8 == 0, 0.0, product / (of_fp8 * of_twin).sqrt())
         return Comparison(
-            products=known.layers,
-            others=known.others[0] if has_others else None,
+            products=known[:-1],
             loss_change=change,
             loss=loss,
             has_scale=any(call.forward.is_float16 for call in calls) or _has_scale(with_gradient),
             reproduced=first_cosines[-1] if is_first else None,
-            lowest_cosine=lowest if needs_control and not is_first else None,
-            share_left=self._share_left(squares_left, of_step.products, layers),
             control_loss_ratio=fp8.control_loss_ratio,
-            slope=change_along / predicted,
+            scalars=scalars,
             outputs=twin.outputs,
         )
 
@@ -373,7 +370,8 @@ class Twin:
             run = self._run(calls, weights, own_recipes(self._model))
         if run is None:
             return None
-        cosines = self._sums.products(run.pairs, len(layers)).cosines()
+        beside_step = self._sums.products(run.pairs, len(layers))
+        cosines = cosines_of(torch.cat([beside_step, beside_step.sum(0, keepdim=True)]))
         both = zip(run.pairs, twin.pairs, strict=True)  # of weights that have a gradient of the step
         pairs = [(None if of_step is None else of_control, of_twin) for (of_step, of_control), (_, of_twin) in both]
         products = self._sums.products(pairs, len(layers), is_first_run_again=True)
@@ -388,13 +386,13 @@ class Twin:
             return self.reason or NO_OUTPUT
         return WRITTEN_WEIGHTS if calls[0].weights_written_since(self._model) else self.reason
 
-    def _share_left(self, squares: Tensor, products: Products, layers: Sequence[RecordedLayer]) -> Tensor:
-        """Return Comparison.share_left, by the squares of gradients' norms before the step's first backward."""
+    def _share_left(self, squares: Tensor, products: Tensor, layers: Sequence[RecordedLayer]) -> Tensor:
+        """Return LEFT, by the squares of gradients' norms before the step's first backward."""
         assert self._optimizer is not None
         in_optimizer = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         trained_layers = [at for at, (module, _) in enumerate(layers) if id(weight_of(module)) in in_optimizer]
         left_of_trained = sum((squares[at] for at in trained_layers), torch.zeros_like(squares[0]))
-        return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products.norm_squares.sum()).sqrt())
+        return torch.where(left_of_trained == 0, 0.0, (left_of_trained / products[:, 1].sum()).sqrt())
 
     def _has_reason(self) -> bool:
         """Return whether a rank has a reason for no twin; then all have one."""
@@ -447,7 +445,7 @@ class Twin:
     def _slope(self, call: Call, outputs: dict[int, Tensor], grads: dict[int, Tensor], loss: Tensor) -> Tensor:
         """Return changes_along of a call that ran again, and whose weights have their gradients."""
         dtypes = {parameter.dtype for parameter in self._model.parameters()}
-        is_float32 = dtypes == {torch.float32} and not (call.forward.autocast and call.forward.autocast.enabled)
+        is_float32 = dtypes == {torch.float32} and not call.forward.autocast.enabled
         pairs = [(whole(y), whole(grads[place])) for place, y in outputs.items()]
         aim = torch.stack([aimed_change(y, grad, is_float32) for y, grad in pairs]).sum()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,49 +22,30 @@ from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-
-class MovedColumn(NamedTuple):
-    """A column of a record's "moved": a count or a sum of a weight's sampled elements.
-
-    Attributes:
-        name: in code alone; a record's files have columns without names.
-        meaning: what is counted or summed.
-        measures: {a measure that a record has of it: its divisor, a column too}. A measure is column / divisor, or the
-            square root of that for the columns in SQUARES.
-    """
-
-    name: str
-    meaning: str
-    measures: Mapping[str, str] = MappingProxyType({})
-
-
-MOVED = (  # a record's "moved" is [weights, 18], in this order
-    MovedColumn("elements", "how many are sampled of the weight"),
-    MovedColumn("moments", "how many are sampled of each moment in codes"),
-    MovedColumn("masters", "how many are sampled of a master that was there before the step"),
-    MovedColumn("update", "squares of what the optimizer's step changes", {"update": "elements", "resolution": "grid"}),
-    MovedColumn("grid", "squares of the distances between numbers of the weight's dtype"),
-    MovedColumn("changed", "how many the step changes", {"changed": "elements"}),
-    MovedColumn("first_flushed", "how many first moments are 0 while the second is not", {"first_flushed": "moments"}),
-    MovedColumn(
-        "second_flushed", "how many second moments are 0 while the first is not", {"second_flushed": "moments"}
-    ),
-    MovedColumn(
-        "master_update",
-        "squares of what the step changes of the master",
-        {"master_update": "masters", "master_resolution": "grid"},
-    ),
-    MovedColumn("master_changed", "how many of the master the step changes", {"master_changed": "masters"}),
-    MovedColumn("changed_between_records", "squares of change since the last recorded update", {"between": "elements"}),
-    MovedColumn("gradients", "how many are sampled of the gradient"),
-    MovedColumn("plain_second_moments", "how many are sampled of a second moment that is a plain tensor"),
-    MovedColumn("sampled_before_update", "how many are sampled before the optimizer's step"),
-    MovedColumn("weight", "squares of the weight after the step", {"size": "elements"}),
-    MovedColumn("gradient", "squares of what the optimizer gets", {"gradient": "gradients"}),  # inf if not finite
-    MovedColumn("changed_by_others", "squares of changes before the update", {"outside": "sampled_before_update"}),
-    MovedColumn("second_moment_sum", "sum of the sampled second moments", {"second_moment": "plain_second_moments"}),
-)
-MOVED_NAMES = tuple(column.name for column in MOVED)
+# The columns of a record's "moved", [weights, 18], in this order: counts and sums of a weight's sampled elements. The
+# names are in code alone. Each has {a measure that a record has of it: its divisor, a column too}. A measure is
+# column / divisor, or the square root of that for the columns in SQUARES.
+MOVED: Mapping[str, Mapping[str, str]] = {
+    "elements": {},  # how many are sampled of the weight
+    "moments": {},  # how many are sampled of each moment in codes
+    "masters": {},  # how many are sampled of a master that was there before the step
+    "update": {"update": "elements", "resolution": "grid"},  # squares of what the optimizer's step changes
+    "grid": {},  # squares of the distances between numbers of the weight's dtype
+    "changed": {"changed": "elements"},  # how many the step changes
+    "first_flushed": {"first_flushed": "moments"},  # how many first moments are 0 while the second is not
+    "second_flushed": {"second_flushed": "moments"},  # how many second moments are 0 while the first is not
+    # squares of what the step changes of the master
+    "master_update": {"master_update": "masters", "master_resolution": "grid"},
+    "master_changed": {"master_changed": "masters"},  # how many of the master the step changes
+    "changed_between_records": {"between": "elements"},  # squares of change since the last recorded update
+    "gradients": {},  # how many are sampled of the gradient
+    "plain_second_moments": {},  # how many are sampled of a second moment that is a plain tensor
+    "sampled_before_update": {},  # how many are sampled before the optimizer's step
+    "weight": {"size": "elements"},  # squares of the weight after the step
+    "gradient": {"gradient": "gradients"},  # squares of what the optimizer gets, inf if not finite
+    "changed_by_others": {"outside": "sampled_before_update"},  # squares of changes before the update
+    "second_moment_sum": {"second_moment": "plain_second_moments"},  # sum of the sampled second moments
+}
 # columns that are sums of squares, and those that are numbers of sampled elements: in the order of `terms` and `sizes`
 # in Updates._since
 SQUARES = "update", "grid", "master_update", "changed_between_records", "weight", "gradient", "changed_by_others"
@@ -130,10 +110,9 @@ class _Sample(NamedTuple):
     @classmethod
     def of(cls, module: RecipeModule | nn.Parameter, optimizer: torch.optim.Optimizer | None) -> _Sample:
         """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
-        param = module if isinstance(module, Tensor) else weight_of(module)
+        param: Tensor | None = module if isinstance(module, Tensor) else weight_of(module)
         if param is None:
-            nothing = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
-            return cls(nothing, nothing, None, None, (), nothing)
+            param = torch.zeros(0, device=module.parameters_device, dtype=torch.float32)  # type: ignore[union-attr]
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
         weight = on_this_rank(param).detach()
@@ -228,7 +207,6 @@ class Updates:
         for handle in self._handles:
             handle.remove()
 
-    @torch.no_grad()
     def begin(self, weights: Weights, is_as_before: bool) -> None:
         """Begin a recorded step; ``is_as_before``: the last one had the same weights."""
         _, values = _read(weights, self.optimizer)
@@ -238,26 +216,24 @@ class Updates:
         self._before = values  # before the optimizer's step, which reads them again
         self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
 
-    @torch.no_grad()
     def _before_step(self) -> None:
         """Read weights before the optimizer's step, once in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             _, self._before = _read(self._weights, self.optimizer)
 
-    @torch.no_grad()
     def _before_update(self) -> None:
         """Read the gradients that the optimizer gets, once in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             self._gradients = self._read_gradients()
 
+    @torch.no_grad()
     def _read_gradients(self) -> tuple[list[int], Tensor]:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
         params = [weight if isinstance(weight, Tensor) else weight_of(weight) for weight in self._weights]
-        leaf_gradients = [local_gradient(p) if p is not None and p.is_leaf else None for p in params]
-        local = [None if grad is None else grad.detach() for grad in leaf_gradients]
+        local = [local_gradient(p) if p is not None and p.is_leaf else None for p in params]
         plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in local]
-        empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before.weights[0, :0])
-        gradients = [empty if grad is None else strided(grad) for grad in plain]
+        none = self._before.weights[0, :0]
+        gradients = [none if grad is None else strided(grad) for grad in plain]
         return [len(grad) for grad in gradients], padded(gradients)
 
     def _after_update(self) -> None:
@@ -298,7 +274,7 @@ class Updates:
         sums["first_flushed"], sums["second_flushed"] = _flushed(samples)
         sums["second_moment_sum"] = padded([sample.second for sample in samples]).double().sum(-1)
         self._last = after.weights
-        return torch.stack([sums[name] for name in MOVED_NAMES], 1)
+        return torch.stack([sums[name] for name in MOVED], 1)
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -375,22 +351,18 @@ def padded(samples: Sequence[Tensor]) -> Tensor:
     """Return samples as one tensor [samples, SAMPLED], padded with zeros, in few launches however many they are."""
     if all(len(sample) == SAMPLED for sample in samples):
         return torch.stack([*samples])
-    if not any(map(len, samples)):
-        return samples[0].new_zeros(len(samples), SAMPLED)
-    flat = nn.functional.pad(torch.cat([*samples]), (0, 1))
-    return flat[_padded_indices(tuple(map(len, samples)), flat.device)]
+    numbers = torch.cat([*samples])
+    is_sampled = _is_sampled(tuple(map(len, samples)), numbers.device)
+    return numbers.new_zeros(is_sampled.shape).masked_scatter_(is_sampled, numbers)
 
 
 @functools.lru_cache(maxsize=32)
-def _padded_indices(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the indices of each sample's elements among those of all samples; -1 for padding."""
-    indices, begin = torch.full((len(lengths), SAMPLED), -1, dtype=torch.int64, device="cpu"), 0
-    for row, length in zip(indices, lengths, strict=True):
-        row[:length] = torch.arange(begin, begin + length, device="cpu")
-        begin += length
-    return indices.to(device)
+def _is_sampled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where samples of these lengths have numbers, and no padding: [samples, SAMPLED]."""
+    return (torch.arange(SAMPLED, device="cpu") < torch.tensor(lengths, device="cpu").unsqueeze(1)).to(device)
 
 
+@torch.no_grad()
 def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], _Values]:
     """Return samples and their values, which a few launches read, however many layers there are."""
     samples = [_Sample.of(weight, optimizer) for weight in weights]

@@ -15,6 +15,7 @@ were run alone are divided by their noise so estimated, and the median of that, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -35,6 +36,7 @@ from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.cost.text import columns
 from octavo.cost.work import COMPARED, LinearWork
 from octavo.errors import OctavoError, first_line
+from octavo.inspect.forwards import Autocast
 from octavo.inspect.module_state import ModuleState
 from octavo.inspect.rows import require_whole
 from octavo.nn.candidates import Select, sizes_of
@@ -49,7 +51,6 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Recipes = Mapping[str, Recipe | RecipeMap]  # by name
 Key = tuple[str, str]  # a layer's name and a recipe's
 Change = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
-EMPTY: dict[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 # A loss is taken to fall with the number of steps t as t^-DESCENT, so where updates lose a share s of their direction,
 # it is higher by DESCENT s. Late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on
@@ -422,18 +423,17 @@ class _Passes:
         self.first_order: dict[Key, float] = {}
         self.changes: dict[tuple[str | None, str], list[Change]] = {}  # of each batch; None: of all layers together
         self.states: dict[Key, Any] = {}  # of delayed recipes, which go on from one batch to the next
+        self.last_states: dict[Key, Any] = {}  # those with which this batch begins
         self.run_alone: dict[str, list[str]] = {}  # {recipe: the layers that are run alone}
 
     def measure(self, batch: Any, most: int) -> None:
         """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
-        last_states, self.first_order = dict(self.states), {}
-        hooks = [
-            layer.register_forward_hook(functools.partial(self._watch, name), prepend=True, with_kwargs=True)
-            for name, layer in self.layers.items()
-        ]
-        exact = self.gradient(batch)
-        for hook in hooks:
-            hook.remove()
+        self.last_states, self.first_order = dict(self.states), {}
+        with contextlib.ExitStack() as hooks:
+            for layer_name, layer in self.layers.items():
+                watch = functools.partial(self._watch, layer_name)
+                hooks.enter_context(layer.register_forward_hook(watch, prepend=True, with_kwargs=True))
+            exact = self.gradient(batch)
         if not math.isfinite(exact.loss) or exact.loss == 0:
             raise WhatIfError(f"loss(model, batch) is {exact.loss} in high precision: nothing is relative to it")
         if not self.run_alone:
@@ -441,14 +441,9 @@ class _Passes:
         for recipe, chosen in self.run_alone.items():
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
-                states = {layer_name: last_states.get((layer_name, recipe)) for layer_name in names}
-                changed = self.gradient(batch, self.recipes_for(self.recipes[recipe], names), states)
+                changed = self.gradient(batch, recipe, names)
                 first_order = sum(self.first_order.get((layer_name, recipe), 0.0) for layer_name in names)
                 self.changes.setdefault((name, recipe), []).append(_change_between(exact, changed, first_order))
-
-    def recipes_for(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
-        """Return {layer: its recipe} for some layers."""
-        return {name: recipe.of(*self.layers[name].names(name)) for name in names}
 
     def _choose(self, gradients: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
@@ -471,13 +466,11 @@ class _Passes:
         output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
         return output, grad_input, grad_weight
 
-    def gradient(
-        self, batch: Any, recipes: dict[str, Recipe] = EMPTY, states: dict[str, Any] = EMPTY
-    ) -> LossAndGradients:
-        """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
+    def gradient(self, batch: Any, recipe: str = WITHOUT, names: Iterable[str] = ()) -> LossAndGradients:
+        """Return a batch's loss and gradient with layers of these names under a recipe, all others without one."""
         self.state.put_copies()
-        for name, recipe in recipes.items():
-            self._set_recipe(name, recipe, states.get(name))
+        for name in names:
+            self._set_recipe(name, recipe, self.last_states)
         devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices), torch.enable_grad():
             value = self.loss(self.model, batch)
@@ -486,15 +479,16 @@ class _Passes:
                 returned = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
                 raise WhatIfError(f"loss(model, batch) gave {returned}: it must be a scalar with a gradient")
             gradients = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
-        for name in recipes:
-            self._set_recipe(name, high_precision())
+        for name in names:
+            self.layers[name].recipe = high_precision()
         return LossAndGradients(float(value.detach()), gradients)
 
-    def _set_recipe(self, name: str, recipe: Recipe, state: Any = None) -> None:
-        """Give a layer a recipe, and a copy of a delayed state to begin with."""
-        self.layers[name].recipe = recipe
-        if state is not None:
-            self.layers[name].fp8.state = state.clone()
+    def _set_recipe(self, name: str, recipe: str, states: Mapping[Key, Any]) -> None:
+        """Give a layer a recipe, and a copy of its delayed state to begin with, if it has one."""
+        layer = self.layers[name]
+        layer.recipe = self.recipes[recipe].of(*layer.names(name))
+        if (state := states.get((name, recipe))) is not None:
+            layer.fp8.state = state.clone()
 
     def _watch(self, name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Compute a layer's products under each recipe when its backward begins: input and grad_output exist then."""
@@ -502,8 +496,7 @@ class _Passes:
         splits = output if isinstance(output, tuple) else (output,)
         if not splits[0].requires_grad:
             return
-        kind = x.device.type
-        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        autocast = torch.autocast(*Autocast.now(x.device.type))
         sizes = [split.shape for split in splits]
 
         def backward(gradients: Sequence[Tensor | None]) -> None:
@@ -521,13 +514,13 @@ class _Passes:
         experts, columns, rows = sizes_of(layer)
         needs = exact[1] is not None, exact[2] is not None
         self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, experts or 1))
-        for recipe, value in self.recipes.items():
+        for recipe in self.recipes:
             key = name, recipe
-            self._set_recipe(name, self.recipes_for(value, [name])[name], self.states.get(key))
+            self._set_recipe(name, recipe, self.states)
             products = _products(layer, x, grad, offsets)
             if (state := layer.fp8.state) is not None:
                 self.states[key] = state.clone()
-            self._set_recipe(name, high_precision())
+            layer.recipe = high_precision()
             squares = torch.zeros(2, len(OPERANDS), dtype=torch.float64, device=x.device)
             for i, (product, exact_product) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and exact_product is not None:

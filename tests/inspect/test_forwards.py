@@ -41,7 +41,7 @@ def test_a_forward_runs_again_bit_for_bit() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         forward = Forward.of(model, (tokens,), {"more": {"also": also}})
         expected = model(tokens, more={"also": also})
-    assert not forward.is_float16 and forward.autocast is not None and forward.autocast.dtype == torch.bfloat16
+    assert not forward.is_float16 and forward.autocast.dtype == torch.bfloat16
     also[0].zero_()
     model.eval()
     for _ in range(2):

@@ -60,7 +60,7 @@ def held(model: Holder) -> list[Any]:
     """Return all that the model has, as values."""
     tensors = [model.mask, model.made, model.whole, model.view, *model.numbers["deque"], *model.hidden[0].buffers()]
     numbers = [repr(value) for value in (*model.numbers.values(), model.count, model.hidden[0].training)]
-    states = [module_state._generator_state(one) for one in model.generators[1:]]
+    states = [module_state._setter_and_state(one)[1] for one in model.generators[1:]]
     return [*(x.tolist() for x in tensors), *numbers, str(states), model.generators[0].get_state().tolist()]
 
 
