@@ -23,63 +23,39 @@ WARMING = 1.2  # a learning rate over that of the step before: with more it is a
 STEADY = 1.5  # the highest learning rate of FEW over the lowest: with less it stays where it is
 
 
-class _RateFault(NamedTuple):
-    """A fault of a learning rate: its rule, the place of the value with which it begins, its measure over the limit."""
-
-    rule: Rule
-    begins: int
-    times: float = CERTAIN
-
-
 def find_rates(run: Training, rate_rises: Rule, rate_falls: Rule, rate_is_0: Rule, rate_below_0: Rule) -> Iterator[Hit]:
     """Yield the first learning rate, of the run or a group, that falls below 0, rises again, is 0, or collapses."""
-    tests = ((_below_0, rate_below_0), (_stays_0, rate_is_0), (_collapses, rate_falls), (_rises, rate_rises))
     hits = []
     for name in filter(is_rate, run.record.scalars):
         steps, rates = run.filled(name)
-        faults = (test(rates, at, rule) for at in range(len(rates)) for test, rule in tests)
-        if (fault := next(filter(None, faults), None)) is not None:
+        if (hit := next(_faults_of_rate(rates, rate_rises, rate_falls, rate_is_0, rate_below_0), None)) is not None:
             group = name.partition(GROUP)[2]
-            at = fault.begins
+            at = hit.begins
             texts: dict[str, Any] = {"name": f"the learning rate{f' of group {group}' if group else ''}"}
             texts |= {"previous": rates[max(0, at - 1)], "value": rates[at]}
             texts |= {"most": max(rates[at:]), "top": max(rates[:at], default=rates[at])}
-            hits.append(Hit(fault.rule, steps[at], fault.times, texts))
+            hits.append(hit._replace(begins=steps[at], values=texts))
     yield from sorted(hits, key=lambda hit: (hit.begins, -severity_of(rate_rises.kind, hit.times)))[:1]
 
 
-def _below_0(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate below 0."""
-    return _RateFault(rule, at) if rates[at] < 0 else None
-
-
-def _stays_0(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate that is 0 from a place on, "learning rate x 0", for more than a schedule's last step.
-
-    It is a note where it is the end of a schedule, a choice: "Muon whose rate ends at 0". A rate that is set to 0 gets
-    there by no steps as before, and one of a schedule with too few steps long before the end.
-    """
-    since = rates[at : at + FEW + 1]
-    if len(since) <= FEW or any(since):  # the first: "a schedule to 0"
-        return None
-    falls_as_before = at > 1 and rates[at - 1] < 2 * (rates[at - 2] - rates[at - 1])
-    is_near_end = len(rates) - at < len(rates) / 3
-    return _RateFault(rule._replace(level="note") if falls_as_before and is_near_end else rule, at)
-
-
-def _collapses(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate that falls to a small part of the one before and stays there."""
-    since = rates[at : at + FEW + 1]
-    # else it is the rate of a warm-up, or of a restart, that rises from there again
-    stays_low = len(since) > FEW and 0 < max(since) < STEADY * min(since)
-    return _RateFault(rule, at) if stays_low and max(since) < rates[max(0, at - 1)] / rule.limit else None
-
-
-def _rises(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate that is by a place many times the highest one before it began to rise."""
-    if (begins := _begin_of_rise(rates, at, rule.limit)) is None:
-        return None
-    return _RateFault(rule, begins, max(rates[begins:]) / max(rates[:begins]) / rule.limit)
+def _faults_of_rate(rates: list[float], rises: Rule, falls: Rule, is_0: Rule, below_0: Rule) -> Iterator[Hit]:
+    """Yield the faults of a rate in the order in which they are seen; in place of its step each has its index."""
+    for at, rate in enumerate(rates):
+        since = rates[at : at + FEW + 1]
+        lasts = len(since) > FEW
+        if rate < 0:
+            yield Hit(below_0, at, CERTAIN)
+        elif lasts and not any(since):  # "learning rate x 0", and not only a schedule's last steps: "a schedule to 0"
+            # a rate that is set to 0 gets there by no steps as before, and one of a schedule with too few steps long
+            # before the end; else it is a choice: "Muon whose rate ends at 0"
+            falls_as_before = at > 1 and rates[at - 1] < 2 * (rates[at - 2] - rates[at - 1])
+            is_choice = falls_as_before and len(rates) - at < len(rates) / 3
+            yield Hit(is_0._replace(level="note") if is_choice else is_0, at, CERTAIN)
+        # else it is the rate of a warm-up, or of a restart, that rises from there again
+        elif lasts and 0 < max(since) < min(STEADY * min(since), rates[max(0, at - 1)] / falls.limit):
+            yield Hit(falls, at, CERTAIN)
+        elif (begins := _begin_of_rise(rates, at, rises.limit)) is not None:
+            yield Hit(rises, begins, max(rates[begins:]) / max(rates[:begins]) / rises.limit)
 
 
 def _begin_of_rise(rates: list[float], at: int, limit: float) -> int | None:
@@ -194,7 +170,7 @@ def _growth(run: Training, at: int) -> dict[str, float]:
     """Return by how many times a layer's input, or the last output's gradient, is larger from a recorded step on."""
     names = {(layer, "input"): f"the input of {layer}" for layer in run.layers}
     names[run.layers[-1], "grad_output"] = f"the gradient of {run.layers[-1]}'s output"
-    sizes = np.stack([run.measure("rms", *where) for where in names], 1)
+    sizes = np.stack([run.record.measure("rms", *where) for where in names], 1)
     before = np.nanmedian(sizes[max(0, at - RECORDS_BEFORE) : at], axis=0)
     times = np.nan_to_num(np.nanmedian(sizes[at : at + FEW], axis=0) / before)
     return dict(zip(names.values(), times.tolist(), strict=True))
