@@ -134,8 +134,8 @@ class _Judge:
     def __init__(self, record: Record) -> None:
         self.record = record
         losses, twin_losses, others = (record.scalar(name) for name in ("loss", TWIN_LOSS, OTHERS))
-        cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
-        norms = np.array([_median(by_layer) for by_layer in record.weights.get("twin_norm", cosines[:, :0])])
+        cosines = np.concatenate([record.weights["twin_cosine"], others[:, None]], 1)
+        norms = np.array([_median(by_layer) for by_layer in record.weights["twin_norm"]])
         norms /= np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
         compared = np.flatnonzero(np.isfinite(twin_losses) | np.isfinite(cosines).any(axis=1))
         losses, twin_losses, cosines = losses[compared], twin_losses[compared], cosines[compared]
@@ -192,9 +192,8 @@ class _Judge:
         """
         # a frozen layer's own gradient, flushed to 0, has no direction in common with the twin's; another layer's that
         # differs explains nothing, as where code detached this one
-        layers = self.record.layers if "twin_cosine" in self.record.weights else []
-        if finding.kind == "frozen" and finding.layer in layers:
-            cosine = _median(self.cosines[at : at + BEYOND, layers.index(finding.layer)])
+        if finding.kind == "frozen" and finding.layer in self.record.layers:
+            cosine = _median(self.cosines[at : at + BEYOND, self.record.layers.index(finding.layer)])
             differs_from = at if cosine < DIFFERING_COSINE else None
         else:
             difference = _first_beyond(self.distances[:, LOSS_COLUMNS:])  # of gradients alone
