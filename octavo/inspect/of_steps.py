@@ -138,8 +138,11 @@ def find_rise(run: Training, loss_stays_up: Rule, loss_climbs: Rule) -> Iterator
     if (rise := max(rises, default=None)) is None:
         return
     at, climbs_on = _where_it_rises(np.array(losses), rise.at)
-    more = _largest_rise(run, bisect_left(run.steps, steps[at]))
-    texts = {"was": rise.was, "now": rise.now, "more": more, "look": _where_to_look(run, steps[at])}
+    at_record = bisect_left(run.steps, steps[at])
+    growth = _growth(run, at_record)
+    name, times = max(growth.items(), key=lambda pair: pair[1])
+    more = f", and {name} is {times:.3g} times as large" if times > JUMP else ""
+    texts = {"was": rise.was, "now": rise.now, "more": more, "look": _where_to_look(run, at_record, growth)}
     is_beyond = min(losses[-FEW:]) > max(losses[:at])  # or it is as likely to be noise
     rule = loss_climbs._replace(level="" if is_beyond else "note") if climbs_on else loss_stays_up
     share = (rise.now - rise.was) / max(abs(rise.was), 1e-9 * abs(rise.now))  # a loss may be 0 or below
@@ -176,18 +179,11 @@ def _growth(run: Training, at: int) -> dict[str, float]:
     return dict(zip(names.values(), times.tolist(), strict=True))
 
 
-def _largest_rise(run: Training, at: int) -> str:
-    """Return in words which of ``_growth`` is the largest, if it is many times as large."""
-    name, times = max(_growth(run, at).items(), key=lambda pair: pair[1])
-    return f", and {name} is {times:.3g} times as large" if times > JUMP else ""
-
-
-def _where_to_look(run: Training, step: int) -> str:
+def _where_to_look(run: Training, at: int, growth: dict[str, float]) -> str:
     """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
-    at = bisect_left(run.steps, step)
     around = slice(max(0, at - 1), at + 2)
     outputs = run.record.of_modules.get("output", np.zeros(0))
-    *inputs, _ = _growth(run, at).values()
+    *inputs, _ = growth.values()
     is_known = at >= FEW and max(inputs) <= JUMP and (outputs[around] > 0).any()
     return SAME_FORWARD if is_known and not (run.forward_leaps[around] > SAME_LEAP).any() else LOOK
 
@@ -214,11 +210,9 @@ def find_repeated_batches(run: Training, batches_repeat: Rule) -> Iterator[Hit]:
 
 def find_left_gradients(run: Training, gradients_left: Rule) -> Iterator[Hit]:
     """Yield the first step whose backward begins with gradients of an earlier one, if each step has its update."""
-    if run.always_updates:
-        for step, share in zip(*run.scalar(LEFT), strict=True):
-            if share > gradients_left.limit:
-                yield Hit(gradients_left, step, CERTAIN)
-                return
+    left = [step for step, share in zip(*run.scalar(LEFT), strict=True) if share > gradients_left.limit]
+    if left and run.always_updates:
+        yield Hit(gradients_left, left[0], CERTAIN)
 
 
 def find_changed_gradients(run: Training, gradients_changed: Rule) -> Iterator[Hit]:

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.inspect.incidents import worst_stretch
 from octavo.inspect.record import np
 from octavo.inspect.remedies import percent
-from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, earlier, first_true, is_rate, positive
+from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, earlier, first_true, is_rate
 from octavo.inspect.weight_updates import FROZEN, GROUP
 
 NO_MEAN = 5.0  # a second moment over the larger one of the last and the gradient's square, beside a rule's limit
@@ -107,10 +107,11 @@ def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clippe
     outputs = np.stack([run.record.measure("rms", layer, "grad_output") for layer in run.layers], 1)
     outputs /= np.nan_to_num(run.record.last("loss_scale"), nan=1.0)[:, None]
     # of most layers; over the largest of earlier ones too, as gradients of noisy batches often leap over the median
-    typical = np.nanmedian(gradients / earlier(positive(gradients)), axis=1)
     over_largest = np.nanmedian((gradients / earlier(gradients, np.nanmax))[:, : len(run.layers)], axis=1)
-    of_outputs = np.nanmedian(outputs / earlier(positive(outputs)), axis=1)
-    norms = run.norms / earlier(positive(run.norms))  # of all gradients together, before they are clipped
+    typical, of_outputs, norms = (
+        np.nanmedian(values / earlier(np.where(values > 0, values, np.nan)), axis=1)  # nothing is a factor over 0
+        for values in (gradients, outputs, run.norms[:, None])  # norms: of all gradients, before they are clipped
+    )
     for factors in (typical, over_largest, of_outputs, norms):
         factors[:FEW] = factors[run.is_written] = np.nan  # too few earlier recorded steps, or another cause
     fallen = np.fmin(typical, np.maximum(norms, of_outputs))  # clipping makes up for a fall

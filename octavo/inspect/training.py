@@ -147,10 +147,7 @@ class Training:
 
     def filled(self, name: str) -> Series:
         """Return a number's steps and values; of an option, written where it changes, at all recorded steps."""
-        series = self.scalar(name)
-        if GROUP not in name or len(series.values) == len(self.steps):
-            return series
-        return Series(self.steps, self.record.last(name).tolist())
+        return Series(self.steps, self.record.last(name).tolist()) if GROUP in name else self.scalar(name)
 
     @property
     def rates_between(self) -> Any:
@@ -195,8 +192,7 @@ class Training:
         if not self.record.modules:
             return np.zeros((len(self.steps), 0))
         changes = self.record.of_modules
-        names = "output_over_input", "output"
-        leaps = np.fmin(*(changes[name] / earlier(changes[name], np.nanmax) for name in names))
+        leaps = np.fmin(*(values / earlier(values, np.nanmax) for values in changes.values()))
         is_part = np.array([[is_inside(name, module) for name in self.names] for module in self.record.modules])
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
         leaps[:FEW] = 0  # too few earlier recorded steps to compare with
@@ -282,11 +278,6 @@ def first_true(is_true: Any) -> int | None:
     """Return the first recorded step where something is true, of [records, ...]; None where nothing is."""
     by_record = is_true.reshape(len(is_true), -1).any(axis=1)
     return int(by_record.argmax()) if by_record.any() else None
-
-
-def positive(values: Any) -> Any:
-    """Return values that are above 0, and nan for others, over which nothing is larger by a factor."""
-    return np.where(values > 0, values, np.nan)
 
 
 def is_rate(name: str) -> bool:
