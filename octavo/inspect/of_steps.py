@@ -27,7 +27,7 @@ def find_rates(run: Training, rate_rises: Rule, rate_falls: Rule, rate_is_0: Rul
     """Yield the first learning rate, of the run or a group, that falls below 0, rises again, is 0, or collapses."""
     hits = []
     for name in filter(is_rate, run.record.scalars):
-        steps, rates = run.filled(name)
+        steps, rates = run.scalar(name)
         if (hit := next(_faults_of_rate(rates, rate_rises, rate_falls, rate_is_0, rate_below_0), None)) is not None:
             group = name.partition(GROUP)[2]
             at = hit.begins
@@ -84,7 +84,7 @@ def find_options(run: Training, option_leaps: Rule, decay_takes: Rule) -> Iterat
         option, _, group = name.partition(GROUP)
         if not group or option in RATES:
             continue
-        steps, values = run.filled(name)
+        steps, values = run.scalar(name)
         # of a running mean counts what it takes of the new value: betas of 0.9 and 0.99 are far apart
         numbers = [1 - value if option.split()[0] in ("betas", "momentum", "alpha") else value for value in values]
         texts = {"group": group, "option": option}
@@ -103,7 +103,7 @@ def find_options(run: Training, option_leaps: Rule, decay_takes: Rule) -> Iterat
         decoupled = run.scalar(f"decoupled_weight_decay{GROUP}{group}").values
         is_divided = betas and decoupled[:1] != [1]  # Adam's second moments divide a decay that is added to gradients
         if is_unusual and not is_divided and f"lr{GROUP}{group}" in run.record.scalars:
-            taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}").values, strict=True))
+            taken = max(a * b for a, b in zip(values, run.scalar(f"lr{GROUP}{group}").values, strict=True))
             if taken > decay_takes.limit:
                 yield Hit(decay_takes, steps[0], taken / decay_takes.limit, {**texts, "share": percent(taken)})
 

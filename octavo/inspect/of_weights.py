@@ -26,7 +26,7 @@ def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Iter
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
         moments = run.weights["second_moment"]
         then, now = moments[:-1], moments[1:]
-        decay = np.array(run.filled(name).values)[1:, None] ** run.gaps[1:]
+        decay = np.array(run.scalar(name).values)[1:, None] ** run.gaps[1:]
         largest = NO_MEAN * moments_written.limit * np.fmax(then, run.weights["gradient"][1:] ** 2)
         is_off = (now * moments_written.limit < decay * then) | ((run.gaps[1:] == 1) & (now > largest))
         for at in np.flatnonzero(is_off.mean(axis=1) > 0.5)[:1]:
@@ -158,7 +158,7 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
     gradients = run.weights["gradient"]
     scales = run.record.last("loss_scale")
-    rates_of_groups = [run.filled(name).values for name in run.record.scalars if is_rate(name)]
+    rates_of_groups = [run.scalar(name).values for name in run.record.scalars if is_rate(name)]
     rate_stops_them = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
     names_frozen = (text.split(", ") for _, kind, text in run.record.events if kind == FROZEN)
     frozen_by_choice = {name.removesuffix(".weight") for name in itertools.chain(*names_frozen)}

@@ -142,12 +142,13 @@ class Training:
         self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
 
     def scalar(self, name: str) -> Series:
-        """Return a number's steps and values; none of either where it was not recorded."""
-        return Series(*self.record.scalars.get(name, ([], [])))
+        """Return a number's steps and values, none of either where it was not recorded.
 
-    def filled(self, name: str) -> Series:
-        """Return a number's steps and values; of an option, written where it changes, at all recorded steps."""
-        return Series(self.steps, self.record.last(name).tolist()) if GROUP in name else self.scalar(name)
+        Of an option, which is written where it changes, return those of all recorded steps.
+        """
+        if GROUP in name and name in self.record.scalars:
+            return Series(self.steps, self.record.last(name).tolist())
+        return Series(*self.record.scalars.get(name, ([], [])))
 
     @property
     def rates_between(self) -> Any:
