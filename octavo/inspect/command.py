@@ -28,7 +28,7 @@ from octavo.distributed.files import replacing
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load, reading
-from octavo.inspect.remedies import RECIPES_FILE, merged_rules, own_recipes, with_rules
+from octavo.inspect.remedies import RECIPES_FILE, own_recipes, with_remedies
 from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import RUNS, Effect, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import large_enough
@@ -47,15 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``octavo inspect`` to a parser."""
     help = "a folder of octavo.inspect.record, or a run with one; or a model: module:function, a run"
     parser.add_argument("folder", type=Path, metavar="RECORD_OR_MODEL", help=help)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all findings and plots")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON; of a model what was found")
+    parser.add_argument("--html", type=file_to_write, metavar="FILE", help="write a page with all findings and plots")
+    help = "write the same as JSON; of a model what was found"
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help=help)
     help = f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if any)"
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
     help = "another record or run, to compare with: which findings are new, worse or gone, and both on one page"
     parser.add_argument("--against", type=Path, metavar="FOLDER", help=help)
     help = "write recipes by layer for octavo.recipes.load: what mends a record's casts, or a model's by its budget"
     written = parser.add_mutually_exclusive_group()
-    written.add_argument("--write", type=Path, metavar="FILE", help=help)
+    written.add_argument("--write", type=file_to_write, metavar="FILE", help=help)
     help = "write that to rules.json of a run of octavo train, as the recipe of the next octavo train --config RUN"
     written.add_argument("--apply", action="store_true", help=help)
     parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
@@ -93,8 +94,6 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def inspect_command(options: argparse.Namespace) -> int:
     """Run ``octavo inspect`` of a record; return the exit code."""
-    for path in filter(None, (options.json, options.html, options.write)):
-        require_place(path)
     if not options.live:
         print(_report(options))
         return 0
@@ -108,12 +107,14 @@ def inspect_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def require_place(path: Path) -> None:
-    """Raise OSError if a path can't become a file; to be called before minutes of work for that file."""
+def file_to_write(text: str) -> Path:
+    """Return a path from the command line; raise OSError, before minutes of work, if it can't become a file."""
+    path = Path(text)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+    return path
 
 
 def write(path: Path, text: str) -> str:
@@ -143,10 +144,10 @@ def _report(options: argparse.Namespace) -> str:
     if options.html is not None:
         parts.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
-        rules = merged_rules(finding.rules for finding in findings)
         with reading(path := options.folder / RECIPES_FILE):
             recipe_map = recipes.load(path)
-        parts.append(write_rules(options, with_rules(recipe_map, rules)))
+        mended = with_remedies(recipe_map, (finding.rules for finding in findings))
+        parts.append(write_rules(options, mended))
     return "\n\n".join(parts)
 
 
@@ -232,7 +233,11 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
     ``record``: the folder of the model's record, where the result is written too, for the record's page.
     """
-    _require_options_of_models(options)
+    names = ("html", "what-if", "against", "live")
+    if for_records := [f"--{name}" for name in names if getattr(options, name.replace("-", "_"))]:
+        raise WhatIfError(f"{', '.join(for_records)}: {options.folder} is a model, and these are for records")
+    if options.write is not None and options.keep is None and options.loss is None:
+        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
     batches, least = list(subject.batches), [] if options.min_features is None else [options.min_features]
 
     def select(module: nn.Module, name: str) -> bool:
@@ -255,17 +260,6 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         if options.write is not None:
             print(f"\n{write_rules(options, chosen)}")
     return 0
-
-
-def _require_options_of_models(options: argparse.Namespace) -> None:
-    """Raise WhatIfError or OSError, before minutes of work, if options are for records, or can't be followed."""
-    names = ("html", "what-if", "against", "live")
-    if for_records := [f"--{name}" for name in names if getattr(options, name.replace("-", "_"))]:
-        raise WhatIfError(f"{', '.join(for_records)}: {options.folder} is a model, and these are for records")
-    if options.write is not None and options.keep is None and options.loss is None:
-        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
-    for path in filter(None, (options.json, options.write)):
-        require_place(path)
 
 
 def _print_map(what_if: WhatIf, chosen: RecipeMap, effect: Effect) -> None:

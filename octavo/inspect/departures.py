@@ -170,7 +170,7 @@ def _first_change(courses: Any, places: Sequence[Any], only_rises_N: Any) -> _Co
     """
     first = None
     begin, end = 0, len(courses)
-    while changes := _changes(courses[begin:end], places, only_rises_N):
+    while changes := [*_changes(courses[begin:end], places, only_rises_N)]:
         change = max(changes, key=lambda each: each.evidence_F.sum())
         if change.evidence_F.sum() < EVIDENCE:
             break
@@ -180,15 +180,13 @@ def _first_change(courses: Any, places: Sequence[Any], only_rises_N: Any) -> _Co
     return first
 
 
-def _changes(courses: Any, places: Sequence[Any], only_rises_N: Any) -> list[_CourseChange]:
-    """Return the change at each recorded step that has enough before it; see _first_change for the arguments."""
-    changes = []
+def _changes(courses: Any, places: Sequence[Any], only_rises_N: Any) -> Iterator[_CourseChange]:
+    """Yield the change at each recorded step that has enough before it; see _first_change for the arguments."""
     for begin in range(0, max(1, len(courses) - PAST), PAST):
         window_RN = courses[begin : begin + 2 * PAST]
         is_last = begin + 2 * PAST >= len(courses)
         for at in range(LEAST_BEFORE if begin == 0 else PAST // 2, len(window_RN) if is_last else PAST * 3 // 2):
-            changes.append(_change(window_RN, at, places, only_rises_N)._replace(at=begin + at))
-    return changes
+            yield _change(window_RN, at, places, only_rises_N)._replace(at=begin + at)
 
 
 def _change(window_RN: Any, at: int, places: Sequence[Any], only_rises_N: Any) -> _CourseChange:
@@ -247,14 +245,14 @@ def _numbers(record: Record) -> Iterator[_Number]:
         changes = record.of_parameters["change"][:, place]
         name = f"the gradient of {parameter} for the first batch"
         yield _Number("backward", name, changes, NOISIEST, only_rises=True)
-    sizes = {key: record.measures["rms"][:, row] for key, row in record.places.items() if key[1] in ROLE_FAMILIES}
-    for (layer, role), size in sizes.items():
-        family, what = ROLE_FAMILIES[role]
-        yield _Number(family, f"the size of {layer}'s {what}", size)
+    for layer, role in record.places:
+        if role in ROLE_FAMILIES:
+            family, what = ROLE_FAMILIES[role]
+            yield _Number(family, f"the size of {layer}'s {what}", record.measure("rms", layer, role))
     for place, layer in enumerate(record.layers):  # how far a batch's tokens agree: the same at any scale of gradients
-        if all((layer, role) in sizes for role in ROLE_FAMILIES):
-            agreed = record.weights["gradient"][:, place] / math.prod(sizes[layer, role] for role in ROLE_FAMILIES)
-            yield _Number("gradients", f"the gradient of {layer}, over its operands' sizes,", agreed)
+        sizes = math.prod(record.measure("rms", layer, role) for role in ROLE_FAMILIES)
+        agreed = record.weights["gradient"][:, place] / sizes
+        yield _Number("gradients", f"the gradient of {layer}, over its operands' sizes,", agreed)
     for names, measures in ((record.layers, record.weights), (record.others, record.of_others)):
         for place, name in enumerate(names if measures else ()):
             by_name = {measure: values[:, place] for measure, values in measures.items()}

@@ -113,13 +113,14 @@ class _DiagnosedCast:
         self.cast = self.row.cast
         self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each recorded step
         shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
-        self.excess = {kind: np.where(shown[kind], over[:, index], np.nan) for kind, over in excess.items()}
+        self.excess = {kind: np.where(shown[kind], values[:, index], np.nan) for kind, values in excess.items()}
+        self.over = {kind: values > LIMITS[kind] for kind, values in self.excess.items()}  # beyond the limit, [records]
 
     def findings(self) -> list[Finding]:
         """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
         large = self._finding("stale") or self._finding("clipped")
         flushed = self._finding("flushed")
-        if large is not None and large.worst != self.record.steps[-1] and self._is_over(large.kind).sum() == 1:
+        if large is not None and large.worst != self.record.steps[-1] and self.over[large.kind].sum() == 1:
             large = replace(large, severity=min(large.severity, MOST_OF_ONE_RECORD))
         findings = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
@@ -150,13 +151,9 @@ class _DiagnosedCast:
             return f"cast it to {after.format}"
         return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
 
-    def _is_over(self, kind: str) -> Any:
-        """Return where a measure is beyond its limit, [records]."""
-        return self.excess[kind] > LIMITS[kind]
-
     def _finding(self, kind: str) -> Finding | None:
         """Return the finding of a measure in its worst stretch, with a remedy; None where it keeps its limit."""
-        if not (over := self._is_over(kind)).any():
+        if not (over := self.over[kind]).any():
             return None
         value = float(np.where(over, self.excess[kind], 0).max())
         begins, at = worst_stretch(over, self.excess[kind])

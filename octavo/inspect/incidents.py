@@ -250,14 +250,13 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
 
     def order(finding: Finding) -> tuple[int, int, int, int]:
         """Return what sorts findings as a run goes: recorded step, part of the step, layer."""
-        part = KINDS[finding.kind].part
         place = layers.get(finding.layer, -1)
         if finding.role == "grad_output":
             place = -place
-        if part is None:
-            # inf or NaN in the weight itself, not found by its cast, are there before the step's forward
-            is_in_weight = finding.role == "weight" and not finding.products
-            part = StepPart.BETWEEN if is_in_weight else PART_OF_ROLE.get(finding.role, StepPart.FORWARD)
+        # inf or NaN in the weight itself, not found by its cast, are there before the step's forward
+        is_in_weight = finding.role == "weight" and not finding.products
+        part_of_role = StepPart.BETWEEN if is_in_weight else PART_OF_ROLE.get(finding.role, StepPart.FORWARD)
+        part = KINDS[finding.kind].part or part_of_role
         level = LEVEL_PLACES[finding.level] if finding.products else 0  # of one cast's findings the worse comes first
         return record_of(finding.begins), part, place, level
 

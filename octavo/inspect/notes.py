@@ -35,15 +35,6 @@ class ModuleHook(NamedTuple):
         return ModuleHook, ()
 
 
-class _View(NamedTuple):
-    """An output that is a view of another tensor, its base, and the view's place in the base."""
-
-    output: NotedOutput
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
 class NotedOutput:
     """A tensor that a forward returned, with the gradient that it gets from outside of the forward.
 
@@ -64,13 +55,13 @@ class NotedOutput:
         self.grad: Tensor | None = None
         self.product: Tensor | float = 0.0
         self._inside: list[tuple[int, Tensor]] = []  # (number of the backward pass, addend of a node of the forward)
-        self._views: list[_View] = []  # outputs that are views of this tensor, if it is a base
+        self._views: list[NotedOutput] = []  # outputs that are views of this tensor, if it is a base
 
     def watch(self, y: Tensor) -> None:
         """Note the gradients of ``y``, from now on."""
         self._y: Tensor | None = y.detach()
         self._version = y._version
-        self._size, self._stride = y.size(), y.stride()
+        self._size, self._stride, self._offset = y.size(), y.stride(), y.storage_offset()
         index = y.output_nr
         handle = y.register_hook(self._note)
         hooks = handle.hooks_dict_ref()
@@ -110,8 +101,8 @@ class NotedOutput:
         elif y is None:  # only if the base was written do its views get their gradients by its node
             outside = torch.empty_strided(self._size, self._stride, dtype=grad.dtype, device=grad.device).copy_(outside)
             for view in self._views:
-                part = outside.as_strided(view.size, view.stride, view.offset)
-                view.output._add(part.clone(), None)
+                part = outside.as_strided(view._size, view._stride, view._offset - self._offset)
+                view._add(part.clone(), None)
                 part.zero_()  # views may have elements in common, which count once
 
     def _add(self, grad: Tensor, y: Tensor | None) -> None:
@@ -135,8 +126,7 @@ class NotedOutput:
             base = y._base
             if type(base) is Tensor and base.grad_fn is not None and base not in outputs:
                 if base.dtype == y.dtype and 0 not in y.stride():
-                    offset = y.storage_offset() - base.storage_offset()
-                    notes[base]._views.append(_View(output, y.size(), y.stride(), offset))
+                    notes[base]._views.append(output)
         edges = {(y.grad_fn, y.output_nr): note for y, note in notes.items()}
         # of a lone output only the nodes between it and its base can add to a noted gradient
         ends = {base.grad_fn for base in notes if base not in outputs} if len(outputs) == 1 else ()

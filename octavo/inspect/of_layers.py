@@ -17,7 +17,7 @@ from octavo.scaling.recipe import ROLES
 
 def find_smaller_batches(run: Training, batch_shrinks: Rule) -> Iterator[Hit]:
     """Yield a step from which on batches have only a part of the numbers that all earlier ones had."""
-    numbers = run.measure("elements", run.layers[0], "input")
+    numbers = run.record.measure("elements", run.layers[0], "input")
     for at in range(2 * FEW, len(numbers) - FEW + 1):
         share = float(np.nanmax(numbers[at:]) / np.nanmin(numbers[:at]))
         if share <= batch_shrinks.limit:
@@ -59,7 +59,7 @@ def find_nonfinite_backward(
     for at, (_, _, gradients) in _first_nonfinite(run):
         if gradients:
             where = run.layers[gradients[-1]], "grad_output"
-            is_float16 = "loss_scale" in run.record.scalars or run.measure("amax", *where)[at] > FLOAT16
+            is_float16 = "loss_scale" in run.record.scalars or run.record.measure("amax", *where)[at] > FLOAT16
             if gradients[-1] == len(run.layers) - 1 and is_float16:
                 yield Hit(made_by_loss_scale, run.steps[at], math.inf, {"scale": run.loss_scale(at)})
             else:
@@ -88,8 +88,8 @@ def _first_nonfinite(run: Training) -> Iterator[tuple[int, list[list[int]]]]:
 
 def _is_rare(run: Training, at: int, layer: str) -> bool:
     """Return whether a layer's input has inf or NaN in less than half of its rows, as no weight would cause."""
-    row = run.places[layer, "input"]
-    input_size, weight_size, output_size = (np.nanmax(run.measure("elements", layer, role)) for role in ROLES)
+    row = run.record.places[layer, "input"]
+    input_size, weight_size, output_size = (np.nanmax(run.record.measure("elements", layer, role)) for role in ROLES)
     features = run.record.rows[row].features or math.sqrt(input_size * weight_size / output_size)
     return float(run.record.of_worst.measures["nonfinite"][at, row]) * features < 0.5
 
@@ -97,7 +97,7 @@ def _is_rare(run: Training, at: int, layer: str) -> bool:
 def find_underflow(run: Training, gradients_underflow: Rule, labels_ignored: Rule) -> Iterator[Hit]:
     """Yield where too many of the last layer's gradients become 0: without a loss scale no number underflows."""
     rule = gradients_underflow if "loss_scale" in run.record.scalars else labels_ignored
-    zeros = run.measure("zeros", run.layers[-1], "grad_output")
+    zeros = run.record.measure("zeros", run.layers[-1], "grad_output")
     if (at := first_true(zeros > rule.limit + np.nan_to_num(zeros[0]))) is not None:
         texts = {"share": percent(float(np.nanmax(zeros))), "scale": run.loss_scale(at)}
         yield Hit(rule, run.steps[at], CERTAIN, texts)
@@ -175,9 +175,10 @@ PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)
 def find_large_logits(run: Training, logits_are_large: Rule) -> Iterator[Hit]:
     """Yield queries and keys so large that the softmax saturates, by norms of their layer's input and weight."""
     for layer in filter(PROJECTION.search, run.layers):
-        size = {role: run.measure("elements", layer, role) for role in ROLES}
+        size = {role: run.record.measure("elements", layer, role) for role in ROLES}
         features = np.sqrt(size["input"] * size["weight"] / size["grad_output"])
-        deviation = features * (run.measure("rms", layer, "input") * run.measure("rms", layer, "weight")) ** 2
+        rms = {role: run.record.measure("rms", layer, role) for role in ROLES}
+        deviation = features * (rms["input"] * rms["weight"]) ** 2
         if (at := first_true(np.nan_to_num(deviation, posinf=0) > logits_are_large.limit)) is not None:
             most = float(np.nanmax(deviation))
             yield Hit(logits_are_large, run.steps[at], most / logits_are_large.limit, {"most": most}, (layer, "weight"))

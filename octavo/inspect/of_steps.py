@@ -23,63 +23,39 @@ WARMING = 1.2  # a learning rate over that of the step before: with more it is a
 STEADY = 1.5  # the highest learning rate of FEW over the lowest: with less it stays where it is
 
 
-class _RateFault(NamedTuple):
-    """A fault of a learning rate: its rule, the place of the value with which it begins, its measure over the limit."""
-
-    rule: Rule
-    begins: int
-    times: float = CERTAIN
-
-
 def find_rates(run: Training, rate_rises: Rule, rate_falls: Rule, rate_is_0: Rule, rate_below_0: Rule) -> Iterator[Hit]:
     """Yield the first learning rate, of the run or a group, that falls below 0, rises again, is 0, or collapses."""
-    tests = ((_below_0, rate_below_0), (_stays_0, rate_is_0), (_collapses, rate_falls), (_rises, rate_rises))
     hits = []
     for name in filter(is_rate, run.record.scalars):
-        steps, rates = run.filled(name)
-        faults = (test(rates, at, rule) for at in range(len(rates)) for test, rule in tests)
-        if (fault := next(filter(None, faults), None)) is not None:
+        steps, rates = run.scalar(name)
+        if (hit := next(_faults_of_rate(rates, rate_rises, rate_falls, rate_is_0, rate_below_0), None)) is not None:
             group = name.partition(GROUP)[2]
-            at = fault.begins
+            at = hit.begins
             texts: dict[str, Any] = {"name": f"the learning rate{f' of group {group}' if group else ''}"}
             texts |= {"previous": rates[max(0, at - 1)], "value": rates[at]}
             texts |= {"most": max(rates[at:]), "top": max(rates[:at], default=rates[at])}
-            hits.append(Hit(fault.rule, steps[at], fault.times, texts))
+            hits.append(hit._replace(begins=steps[at], values=texts))
     yield from sorted(hits, key=lambda hit: (hit.begins, -severity_of(rate_rises.kind, hit.times)))[:1]
 
 
-def _below_0(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate below 0."""
-    return _RateFault(rule, at) if rates[at] < 0 else None
-
-
-def _stays_0(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate that is 0 from a place on, "learning rate x 0", for more than a schedule's last step.
-
-    It is a note where it is the end of a schedule, a choice: "Muon whose rate ends at 0". A rate that is set to 0 gets
-    there by no steps as before, and one of a schedule with too few steps long before the end.
-    """
-    since = rates[at : at + FEW + 1]
-    if len(since) <= FEW or any(since):  # the first: "a schedule to 0"
-        return None
-    falls_as_before = at > 1 and rates[at - 1] < 2 * (rates[at - 2] - rates[at - 1])
-    is_near_end = len(rates) - at < len(rates) / 3
-    return _RateFault(rule._replace(level="note") if falls_as_before and is_near_end else rule, at)
-
-
-def _collapses(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate that falls to a small part of the one before and stays there."""
-    since = rates[at : at + FEW + 1]
-    # else it is the rate of a warm-up, or of a restart, that rises from there again
-    stays_low = len(since) > FEW and 0 < max(since) < STEADY * min(since)
-    return _RateFault(rule, at) if stays_low and max(since) < rates[max(0, at - 1)] / rule.limit else None
-
-
-def _rises(rates: list[float], at: int, rule: Rule) -> _RateFault | None:
-    """Return the fault of a rate that is by a place many times the highest one before it began to rise."""
-    if (begins := _begin_of_rise(rates, at, rule.limit)) is None:
-        return None
-    return _RateFault(rule, begins, max(rates[begins:]) / max(rates[:begins]) / rule.limit)
+def _faults_of_rate(rates: list[float], rises: Rule, falls: Rule, is_0: Rule, below_0: Rule) -> Iterator[Hit]:
+    """Yield the faults of a rate in the order in which they are seen; in place of its step each has its index."""
+    for at, rate in enumerate(rates):
+        since = rates[at : at + FEW + 1]
+        lasts = len(since) > FEW
+        if rate < 0:
+            yield Hit(below_0, at, CERTAIN)
+        elif lasts and not any(since):  # "learning rate x 0", and not only a schedule's last steps: "a schedule to 0"
+            # a rate that is set to 0 gets there by no steps as before, and one of a schedule with too few steps long
+            # before the end; else it is a choice: "Muon whose rate ends at 0"
+            falls_as_before = at > 1 and rates[at - 1] < 2 * (rates[at - 2] - rates[at - 1])
+            is_choice = falls_as_before and len(rates) - at < len(rates) / 3
+            yield Hit(is_0._replace(level="note") if is_choice else is_0, at, CERTAIN)
+        # else it is the rate of a warm-up, or of a restart, that rises from there again
+        elif lasts and 0 < max(since) < min(STEADY * min(since), rates[max(0, at - 1)] / falls.limit):
+            yield Hit(falls, at, CERTAIN)
+        elif (begins := _begin_of_rise(rates, at, rises.limit)) is not None:
+            yield Hit(rises, begins, max(rates[begins:]) / max(rates[:begins]) / rises.limit)
 
 
 def _begin_of_rise(rates: list[float], at: int, limit: float) -> int | None:
@@ -108,7 +84,7 @@ def find_options(run: Training, option_leaps: Rule, decay_takes: Rule) -> Iterat
         option, _, group = name.partition(GROUP)
         if not group or option in RATES:
             continue
-        steps, values = run.filled(name)
+        steps, values = run.scalar(name)
         # of a running mean counts what it takes of the new value: betas of 0.9 and 0.99 are far apart
         numbers = [1 - value if option.split()[0] in ("betas", "momentum", "alpha") else value for value in values]
         texts = {"group": group, "option": option}
@@ -127,7 +103,7 @@ def find_options(run: Training, option_leaps: Rule, decay_takes: Rule) -> Iterat
         decoupled = run.scalar(f"decoupled_weight_decay{GROUP}{group}").values
         is_divided = betas and decoupled[:1] != [1]  # Adam's second moments divide a decay that is added to gradients
         if is_unusual and not is_divided and f"lr{GROUP}{group}" in run.record.scalars:
-            taken = max(a * b for a, b in zip(values, run.filled(f"lr{GROUP}{group}").values, strict=True))
+            taken = max(a * b for a, b in zip(values, run.scalar(f"lr{GROUP}{group}").values, strict=True))
             if taken > decay_takes.limit:
                 yield Hit(decay_takes, steps[0], taken / decay_takes.limit, {**texts, "share": percent(taken)})
 
@@ -162,8 +138,11 @@ def find_rise(run: Training, loss_stays_up: Rule, loss_climbs: Rule) -> Iterator
     if (rise := max(rises, default=None)) is None:
         return
     at, climbs_on = _where_it_rises(np.array(losses), rise.at)
-    more = _largest_rise(run, bisect_left(run.steps, steps[at]))
-    texts = {"was": rise.was, "now": rise.now, "more": more, "look": _where_to_look(run, steps[at])}
+    at_record = bisect_left(run.steps, steps[at])
+    growth = _growth(run, at_record)
+    name, times = max(growth.items(), key=lambda pair: pair[1])
+    more = f", and {name} is {times:.3g} times as large" if times > JUMP else ""
+    texts = {"was": rise.was, "now": rise.now, "more": more, "look": _where_to_look(run, at_record, growth)}
     is_beyond = min(losses[-FEW:]) > max(losses[:at])  # or it is as likely to be noise
     rule = loss_climbs._replace(level="" if is_beyond else "note") if climbs_on else loss_stays_up
     share = (rise.now - rise.was) / max(abs(rise.was), 1e-9 * abs(rise.now))  # a loss may be 0 or below
@@ -194,24 +173,17 @@ def _growth(run: Training, at: int) -> dict[str, float]:
     """Return by how many times a layer's input, or the last output's gradient, is larger from a recorded step on."""
     names = {(layer, "input"): f"the input of {layer}" for layer in run.layers}
     names[run.layers[-1], "grad_output"] = f"the gradient of {run.layers[-1]}'s output"
-    sizes = np.stack([run.measure("rms", *where) for where in names], 1)
+    sizes = np.stack([run.record.measure("rms", *where) for where in names], 1)
     before = np.nanmedian(sizes[max(0, at - RECORDS_BEFORE) : at], axis=0)
     times = np.nan_to_num(np.nanmedian(sizes[at : at + FEW], axis=0) / before)
     return dict(zip(names.values(), times.tolist(), strict=True))
 
 
-def _largest_rise(run: Training, at: int) -> str:
-    """Return in words which of ``_growth`` is the largest, if it is many times as large."""
-    name, times = max(_growth(run, at).items(), key=lambda pair: pair[1])
-    return f", and {name} is {times:.3g} times as large" if times > JUMP else ""
-
-
-def _where_to_look(run: Training, step: int) -> str:
+def _where_to_look(run: Training, at: int, growth: dict[str, float]) -> str:
     """Return where the cause of a loss may be: not in the forward, if modules compute as before."""
-    at = bisect_left(run.steps, step)
     around = slice(max(0, at - 1), at + 2)
     outputs = run.record.of_modules.get("output", np.zeros(0))
-    *inputs, _ = _growth(run, at).values()
+    *inputs, _ = growth.values()
     is_known = at >= FEW and max(inputs) <= JUMP and (outputs[around] > 0).any()
     return SAME_FORWARD if is_known and not (run.forward_leaps[around] > SAME_LEAP).any() else LOOK
 
@@ -238,11 +210,9 @@ def find_repeated_batches(run: Training, batches_repeat: Rule) -> Iterator[Hit]:
 
 def find_left_gradients(run: Training, gradients_left: Rule) -> Iterator[Hit]:
     """Yield the first step whose backward begins with gradients of an earlier one, if each step has its update."""
-    if run.always_updates:
-        for step, share in zip(*run.scalar(LEFT), strict=True):
-            if share > gradients_left.limit:
-                yield Hit(gradients_left, step, CERTAIN)
-                return
+    left = [step for step, share in zip(*run.scalar(LEFT), strict=True) if share > gradients_left.limit]
+    if left and run.always_updates:
+        yield Hit(gradients_left, left[0], CERTAIN)
 
 
 def find_changed_gradients(run: Training, gradients_changed: Rule) -> Iterator[Hit]:

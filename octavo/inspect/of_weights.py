@@ -12,7 +12,7 @@ from typing import Any
 from octavo.inspect.incidents import worst_stretch
 from octavo.inspect.record import np
 from octavo.inspect.remedies import percent
-from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, first_true, is_rate
+from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, earlier, first_true, is_rate
 from octavo.inspect.weight_updates import FROZEN, GROUP
 
 NO_MEAN = 5.0  # a second moment over the larger one of the last and the gradient's square, beside a rule's limit
@@ -26,7 +26,7 @@ def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Iter
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
         moments = run.weights["second_moment"]
         then, now = moments[:-1], moments[1:]
-        decay = np.array(run.filled(name).values)[1:, None] ** run.gaps[1:]
+        decay = np.array(run.scalar(name).values)[1:, None] ** run.gaps[1:]
         largest = NO_MEAN * moments_written.limit * np.fmax(then, run.weights["gradient"][1:] ** 2)
         is_off = (now * moments_written.limit < decay * then) | ((run.gaps[1:] == 1) & (now > largest))
         for at in np.flatnonzero(is_off.mean(axis=1) > 0.5)[:1]:
@@ -51,7 +51,7 @@ def find_large_steps(run: Training, large_first_step: Rule, large_steps: Rule) -
         texts = {"share": percent(shares[0]), "rate": max(rates)}
         yield Hit(large_first_step, run.steps[0], shares[0] / large_first_step.limit, texts)
     elif rates:
-        over = (shares > large_steps.limit) & ~(np.nanmedian(run.leaps.updates, axis=1) > LARGER)
+        over = (shares > large_steps.limit) & ~(np.nanmedian(run.update_leaps, axis=1) > LARGER)
         if (at := first_true(over)) is not None:
             worst = int(np.where(over, shares, 0).argmax())
             texts = {"share": percent(shares[worst]), "times": shares[worst] / (large_steps.limit / 5)}
@@ -68,7 +68,7 @@ def find_untied(run: Training, weight_untied: Rule) -> Iterator[Hit]:
 
 def find_dead_rows(run: Training, rows_died: Rule) -> Iterator[Hit]:
     """Yield layers with rows of the weight that became 0; none if most layers have some."""
-    zeros = np.nan_to_num(np.stack([run.measure("zeros", layer, "weight") for layer in run.layers], 1))
+    zeros = np.nan_to_num(np.stack([run.record.measure("zeros", layer, "weight") for layer in run.layers], 1))
     over = zeros > rows_died.limit + 2 * zeros[0]
     places = np.flatnonzero(over.any(axis=0))
     for place in places if len(places) <= len(run.layers) / 2 else ():
@@ -95,17 +95,26 @@ def find_written(run: Training, weight_written: Rule, weights_written: Rule, wei
         place = int(run.written[at].argmax())
         where = run.names[place], "weight"
         is_layer = place < len(run.layers)
-        sizes = run.measure("amax", *where) if is_layer else run.weights["size"][:, place]
+        sizes = run.record.measure("amax", *where) if is_layer else run.weights["size"][:, place]
         texts = {"name": "amax" if is_layer else "size", "was": sizes[last], "now": sizes[at]}
     yield Hit(rule, run.steps[at], share / rule.limit, texts, where, numbers={"changed": share})
 
 
 def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Iterator[Hit]:
     """Yield gradients of all layers that leap, or that fall."""
-    grown = run.leaps
+    gradients = run.weights["gradient"]
+    gradients = np.where(np.isinf(gradients), np.nan, gradients)  # of inf there is no factor: another test's
+    outputs = np.stack([run.record.measure("rms", layer, "grad_output") for layer in run.layers], 1)
+    outputs /= np.nan_to_num(run.record.last("loss_scale"), nan=1.0)[:, None]
     # of most layers; over the largest of earlier ones too, as gradients of noisy batches often leap over the median
-    typical, over_largest, outputs = (np.nanmedian(x, axis=1) for x in (grown.gradients, grown.highest, grown.outputs))
-    fallen = np.fmin(typical, np.maximum(grown.norms, outputs))  # clipping makes up for a fall
+    over_largest = np.nanmedian((gradients / earlier(gradients, np.nanmax))[:, : len(run.layers)], axis=1)
+    typical, of_outputs, norms = (
+        np.nanmedian(values / earlier(np.where(values > 0, values, np.nan)), axis=1)  # nothing is a factor over 0
+        for values in (gradients, outputs, run.norms[:, None])  # norms: of all gradients, before they are clipped
+    )
+    for factors in (typical, over_largest, of_outputs, norms):
+        factors[:FEW] = factors[run.is_written] = np.nan  # too few earlier recorded steps, or another cause
+    fallen = np.fmin(typical, np.maximum(norms, of_outputs))  # clipping makes up for a fall
     # within one recorded step, of which the one before may have taken half; and it lasts FEW more
     falls = fallen < 2 * np.roll(fallen, 1) / gradients_fall.limit
     for distance in range(FEW + 1):  # the first recorded steps, nan, roll to the end: False
@@ -114,7 +123,7 @@ def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clippe
         yield _leap(run, gradients_leap, over, np.nan_to_num(typical))
     elif (at := first_true(falls)) is not None:
         share = float(fallen[at])
-        rule = clipped_fall if grown.norms[at] > clipped_fall.limit else gradients_fall
+        rule = clipped_fall if norms[at] > clipped_fall.limit else gradients_fall
         times = 1 / max(share, 1e-9) / gradients_fall.limit
         texts = {"share": percent(share)}
         yield Hit(rule, run.steps[at], times, texts, worst=run.steps[at + FEW], numbers={"times": share})
@@ -133,7 +142,7 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
         begins -= 1
     begins += int((times_of[begins : worst + 1] / np.fmax(times_of[begins - 1 : worst], 1)).argmax())
     times = float(times_of[worst])
-    ratio = float(np.nanmedian(run.leaps.updates[worst]))  # of updates
+    ratio = float(np.nanmedian(run.update_leaps[worst]))  # of updates
     texts = {"times": times, "ratio": ratio, "norm": 2 * run.norms[begins - 1]}
     if ratio < 1:  # an optimizer that divides by their size makes no larger steps
         rule = rule._replace(level="note")
@@ -149,7 +158,7 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
     gradients = run.weights["gradient"]
     scales = run.record.last("loss_scale")
-    rates_of_groups = [run.filled(name).values for name in run.record.scalars if is_rate(name)]
+    rates_of_groups = [run.scalar(name).values for name in run.record.scalars if is_rate(name)]
     rate_stops_them = any(max(values[-FEW:]) <= STOPPED * max(values) for values in rates_of_groups)
     names_frozen = (text.split(", ") for _, kind, text in run.record.events if kind == FROZEN)
     frozen_by_choice = {name.removesuffix(".weight") for name in itertools.chain(*names_frozen)}

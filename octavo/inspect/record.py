@@ -29,6 +29,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,10 +232,15 @@ class Record:
         steps, _ = self.scalars.get(name, ([], []))
         return np.array(self.steps) >= min(steps, default=math.inf)
 
-    @property
+    @cached_property
     def places(self) -> dict[tuple[str, str], int]:
         """The first row of each role of a layer, by (layer, role)."""
         return {(row.layer, row.role): at for at, row in reversed([*enumerate(self.rows)])}
+
+    def measure(self, name: str, layer: str, role: str) -> Any:
+        """Return a measure of a layer's role by recorded step; nan where there is none."""
+        place = self.places.get((layer, role))
+        return np.full(len(self.steps), np.nan) if place is None else self.measures[name][:, place]
 
     def at(self, indices: Sequence[int]) -> Record:
         """Return the record with only the recorded steps at these indices; scalars and events stay."""

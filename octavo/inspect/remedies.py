@@ -43,31 +43,24 @@ class Exponents:
 
     def __init__(self, counts: Any, amax: Any) -> None:
         self.amax, self.counts = np.asarray(amax, dtype="float64"), np.asarray(counts, dtype="float64")
-        self._so_far = np.cumsum(self.counts, axis=-1)
-        self._total = np.maximum(self._so_far[..., -1], 1)
+        # each bin holds the magnitudes from this one to its double
+        self._bins = 2.0 ** (Counted.lowest + np.arange(self.counts.shape[-1]))
+        self._total = np.maximum(self.counts.sum(axis=-1), 1)
 
     def below(self, magnitude: Any) -> Any:
         """Return the share of numbers below a magnitude, as if numbers of one exponent were distributed evenly."""
-        last = self.counts.shape[-1] - 1
-        magnitude, _ = np.broadcast_arrays(np.nan_to_num(magnitude), self.amax)
-        mantissa, exponent = np.frexp(magnitude)
-        place = exponent - 1 - Counted.lowest
-        counts, so_far = (np.broadcast_to(array, (*magnitude.shape, last + 1)) for array in (self.counts, self._so_far))
-        at = np.clip(place, 0, last)[..., None]
-        alike = np.take_along_axis(counts, at, -1)[..., 0]
-        inside = np.take_along_axis(so_far, at, -1)[..., 0] - alike * (2 - 2 * mantissa)
-        return np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside)) / self._total
+        parts_of_bins = np.clip(np.nan_to_num(magnitude)[..., None] / self._bins - 1, 0, 1)
+        return (self.counts * parts_of_bins).sum(axis=-1) / self._total
 
     def octaves_beyond(self, share: float) -> Any:
         """Return how many octaves the amax lies above the exponents of all numbers but this share."""
-        place = (self._so_far >= (1 - share) * self._total[..., None]).argmax(-1)
-        amax = np.where(self.amax > 0, self.amax, 1)
-        return np.where(self.amax > 0, np.log2(amax) - (Counted.lowest + place + 1), 0).clip(min=0)
+        place = (np.cumsum(self.counts, axis=-1) >= (1 - share) * self._total[..., None]).argmax(-1)
+        return np.log2(np.maximum(self.amax / (2 * self._bins[place]), 1))
 
     def bound(self, tile: int, format: Format, least: float) -> float:
         """Return a bound of the share below ``least`` times its scale_inv, if ``tile`` numbers share a scale."""
         room = format.max / 2  # a scale that is a power of two is up to twice too small
-        tops = 2.0 ** (Counted.lowest + 1.0 + np.arange(len(self.counts)))
+        tops = 2 * self._bins
         tops[-1] = max(tops[-1], float(self.amax))
         flushed = self.below(2.0 ** np.ceil(np.log2(least * tops / room)))  # to a whole exponent, as it is a bound
         return min(1.0, float((tile * (1 - self.below(tops)) + flushed).min()))
@@ -170,17 +163,6 @@ def as_text(rules: Mapping[str, LayerRule]) -> str:
     return "{" + ", ".join(f"{pattern!r}: {text}" for pattern, text in zip(rules, short, strict=True)) + "}"
 
 
-def merged_rules(rules_of_remedies: Iterable[Mapping[str, LayerRule]]) -> dict[str, LayerRule]:
-    """Return the rules of several remedies; of two for the same product of a layer the first."""
-    chosen: dict[str, LayerRule] = {}
-    for rules in rules_of_remedies:
-        for pattern, rule in rules.items():
-            first = chosen.setdefault(pattern, rule)
-            if isinstance(first, Mapping) and isinstance(rule, Mapping) and not first.keys() & rule.keys():
-                chosen[pattern] = {**first, **rule}
-    return chosen
-
-
 def own_recipes(model: nn.Module) -> RecipeMap | None:
     """Return a model's recipes by layer, the most frequent one as default; None if it has no octavo modules."""
     if not (layers := {name: module.recipe for name, module in RecipeModule.named_in(model)}):
@@ -189,10 +171,16 @@ def own_recipes(model: nn.Module) -> RecipeMap | None:
     return RecipeMap(default, {glob.escape(name): recipe for name, recipe in layers.items() if recipe != default})
 
 
-def with_rules(recipe_map: RecipeMap, rules: Mapping[str, LayerRule]) -> RecipeMap:
-    """Return a model's ``own_recipes`` with remedies applied."""
+def with_remedies(recipe_map: RecipeMap, rules_of_remedies: Iterable[Mapping[str, LayerRule]]) -> RecipeMap:
+    """Return a model's ``own_recipes`` with remedies applied; of two for the same product of a layer the first."""
+    chosen: dict[str, LayerRule] = {}
+    for rules in rules_of_remedies:
+        for pattern, rule in rules.items():
+            first = chosen.setdefault(pattern, rule)
+            if isinstance(first, Mapping) and isinstance(rule, Mapping) and not first.keys() & rule.keys():
+                chosen[pattern] = {**first, **rule}
     merged = dict(recipe_map.rules)
-    for pattern, rule in rules.items():
+    for pattern, rule in chosen.items():
         present = merged.get(pattern)
         changes = isinstance(present, Recipe) and isinstance(rule, Mapping)
         merged[pattern] = dataclasses.replace(present, **rule) if changes else rule  # type: ignore[arg-type, type-var]

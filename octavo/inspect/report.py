@@ -31,7 +31,8 @@ STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, compared wi
 EFFECTS_SHOWN = 3  # how many consequences of a finding are printed
 COLUMNS = 160  # at most of a heat map; of more recorded steps it shows the worst of each few
 POINTS = 1000  # at most of a curve
-HEAT = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # (factor, which is worst)
+# (factor, NumPy's name of the function that takes the worst)
+HEAT = {"flushed": (100, "fmax"), "clipped": (100, "fmax"), "sqnr": (1, "fmin"), "assumed": (1, "fmax")}
 
 
 class Against(NamedTuple):
@@ -200,22 +201,21 @@ def _starts(count: int, most: int) -> list[int]:
     return list(range(0, count, max(1, math.ceil(count / most))))
 
 
-def _worst(values: Any, starts: Sequence[int], is_worse: Any = max) -> list[float]:
+def _worst(values: Any, starts: Sequence[int], worse: str = "fmax") -> list[float]:
     """Return the worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
     if not starts:
         return []
-    missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
-    flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
-    worst = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), starts)
-    return [math.nan if value == missing else float(value) for value in worst]
+    ufunc = getattr(np, worse)
+    flat = np.asarray(values, dtype="float64").reshape(len(values), -1)
+    return ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=math.nan), starts).tolist()
 
 
 def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict[str, Any]:
     """Return the worst measures by step of a role's casts; ``amax``: the binary logarithm of the last one."""
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     worst = {
-        name: _rounded(times * value for value in _worst(record.measures[name][:, places], starts, is_worse))
-        for name, (times, is_worse) in HEAT.items()
+        name: _rounded(times * value for value in _worst(record.measures[name][:, places], starts, worse))
+        for name, (times, worse) in HEAT.items()
     }
     amax = record.measures["amax"][:, places]
     last = np.log2(amax[amax > 0][-1:]).tolist()
@@ -231,16 +231,15 @@ def _rounded(values: Iterable[float]) -> list[float]:
 def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
     for role, name in (("weight", "resolution"), ("master", "master_resolution")):
-        ratios = _rounded(_worst(record.weights[name][:, place], starts, min))
+        ratios = _rounded(_worst(record.weights[name][:, place], starts, "fmin"))
         if role == "weight" or any(map(math.isfinite, ratios)):
             yield {"layer": record.layers[place], "role": role, "resolution": ratios}
 
 
 def _twins(record: Record, starts: Sequence[int]) -> list[dict[str, Any]]:
     """Return the cosine of each layer's gradient with its twin's, by step."""
-    cosines = record.weights["twin_cosine"].T if "twin_cosine" in record.weights else ()
-    pairs = zip(record.layers, cosines, strict=False)
-    return [{"layer": layer, "role": "gradient", "cosine": _rounded(_worst(x, starts, min))} for layer, x in pairs]
+    pairs = zip(record.layers, record.weights["twin_cosine"].T, strict=True)
+    return [{"layer": layer, "role": "gradient", "cosine": _rounded(_worst(x, starts, "fmin"))} for layer, x in pairs]
 
 
 def _twin_apart(record: Record) -> dict[str, float] | None:
@@ -296,14 +295,11 @@ def _first_not_finite(record: Record) -> dict[str, int]:
     return {name: record.scalars[name][0][indices[0]] for name, indices in faulty.items() if len(indices)}
 
 
-def _plain(value: Any) -> Any:
-    """Return a nested value for JSON: numbers with four digits, None for inf and NaN."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    if not isinstance(value, float):
-        return value
-    if not math.isfinite(value):
-        return None
-    return int(value) if value == int(value) else float(f"{value:.4g}")
+def _plain(content: Mapping[str, Any]) -> Any:
+    """Return nested values for JSON: numbers with four digits, None for inf and NaN."""
+
+    def shortened(number: str) -> float:
+        value = float(number)
+        return int(value) if value == int(value) else float(f"{value:.4g}")
+
+    return json.loads(json.dumps(content, default=list), parse_float=shortened, parse_constant=lambda _: None)

@@ -88,14 +88,12 @@ class Table:
         if len(devices) > 1:
             raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
         (device,) = devices
-        layers = _fp8_layers(model)
-        self._recipes = [(name, m, m.recipe) for name, m in layers]
-        planned = [(name, m, {role: _casts(m.recipe, role) for role in ROLES}) for name, m in layers]
+        self._recipes = _fp8_recipes(model)
         self.rows = [
-            Row(name, role, *cast, *_experts_and_columns(m, role))
-            for name, m, roles in planned
-            for role, casts in roles.items()
-            for cast in casts
+            Row(name, role, *cast, *_experts_and_columns(module, role))
+            for name, module, recipe in self._recipes
+            for role in ROLES
+            for cast in _casts(recipe, role)
             if cast
         ]
         lines = [row.experts or 1 for row in self.rows]  # each row's lines of counts: one, or one for each expert
@@ -104,14 +102,14 @@ class Table:
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
         counters = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.layers: list[RecordedLayer] = []
-        for _, module, roles in planned:
-            pairs: Any = [tuple(next(counters) if cast else None for cast in casts) for casts in roles.values()]
-            self.layers.append((module, LayerCounts(module.recipe, pairs, first_here(module), set())))
+        for _, module, recipe in self._recipes:
+            pairs: Any = [tuple(next(counters) if cast else None for cast in _casts(recipe, role)) for role in ROLES]
+            self.layers.append((module, LayerCounts(recipe, pairs, first_here(module), set())))
         self._is_attached = False
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether a model's layers and recipes are those of the table."""
-        return self._recipes == [(name, m, m.recipe) for name, m in _fp8_layers(model)]
+        return self._recipes == _fp8_recipes(model)
 
     def attach(self, on: bool) -> None:
         """Make the modules count (``on``), or stop counting."""
@@ -122,9 +120,9 @@ class Table:
         self._is_attached = on
 
 
-def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
-    """Return the names and modules of layers with a product in FP8."""
-    return [(name, m) for name, m in RecipeModule.named_in(model) if not m.recipe.is_high_precision]
+def _fp8_recipes(model: nn.Module) -> list[tuple[str, RecipeModule, Recipe]]:
+    """Return the names, modules and recipes of layers with a product in FP8."""
+    return [(name, m, m.recipe) for name, m in RecipeModule.named_in(model) if not m.recipe.is_high_precision]
 
 
 def first_here(module: RecipeModule) -> int:

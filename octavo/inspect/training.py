@@ -132,31 +132,23 @@ class Training:
         self.rate = self.scalar(self.rate_name)
         norms = record.scalar("grad_norm")
         self.norms = np.where(np.isfinite(norms), norms, np.nan)
-        self.places = record.places
         self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
         missing = np.full((len(self.steps), len(record.others)), np.nan)
         pairs = {name: [values, record.of_others.get(name, missing)] for name, values in record.weights.items()}
         self.weights = {name: np.concatenate(layers_and_others, 1) for name, layers_and_others in pairs.items()}
-        self.rms = np.stack([self.measure("rms", layer, "weight") for layer in self.layers], 1)
+        self.rms = np.stack([record.measure("rms", layer, "weight") for layer in self.layers], 1)
         sizes = self.weights["size"][:, : len(self.layers)]
         np.copyto(sizes, self.rms, where=~(sizes > 0))  # of a weight with inf or NaN, or whose sampled numbers are 0
         self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
 
     def scalar(self, name: str) -> Series:
-        """Return a number's steps and values; none of either where it was not recorded."""
+        """Return a number's steps and values, none of either where it was not recorded.
+
+        Of an option, which is written where it changes, return those of all recorded steps.
+        """
+        if GROUP in name and name in self.record.scalars:
+            return Series(self.steps, self.record.last(name).tolist())
         return Series(*self.record.scalars.get(name, ([], [])))
-
-    def filled(self, name: str) -> Series:
-        """Return a number's steps and values; of an option, written where it changes, at all recorded steps."""
-        series = self.scalar(name)
-        if GROUP not in name or len(series.values) == len(self.steps):
-            return series
-        return Series(self.steps, self.record.last(name).tolist())
-
-    def measure(self, name: str, layer: str, role: str) -> Any:
-        """Return a measure of a layer's role by recorded step; nan where there is none."""
-        place = self.places.get((layer, role))
-        return np.full(len(self.steps), np.nan) if place is None else self.record.measures[name][:, place]
 
     @property
     def rates_between(self) -> Any:
@@ -201,8 +193,7 @@ class Training:
         if not self.record.modules:
             return np.zeros((len(self.steps), 0))
         changes = self.record.of_modules
-        names = "output_over_input", "output"
-        leaps = np.fmin(*(changes[name] / earlier(changes[name], np.nanmax) for name in names))
+        leaps = np.fmin(*(values / earlier(values, np.nanmax) for values in changes.values()))
         is_part = np.array([[is_inside(name, module) for name in self.names] for module in self.record.modules])
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
         leaps[:FEW] = 0  # too few earlier recorded steps to compare with
@@ -254,47 +245,21 @@ class Training:
         ratios = self.rms / sizes
         return np.abs(ratios / of_last(ratios) - 1) - moves / of_last(sizes)
 
+    @property
+    def is_written(self) -> Any:
+        """Whether something but the optimizer wrote weights, [records]: that makes updates and gradients leap."""
+        return (self.written > WRITTEN).any(axis=1)
+
     @cached_property
-    def leaps(self) -> Leaps:
-        """The factors by which updates, gradients and norms grow over those of earlier recorded steps."""
-        updates = self.weights["update"]
-        # of inf there is no factor: another test's
-        gradients = np.where(np.isinf(self.weights["gradient"]), np.nan, self.weights["gradient"])
-        outputs = np.stack([self.measure("rms", layer, "grad_output") for layer in self.layers], 1)
-        outputs /= np.nan_to_num(self.record.last("loss_scale"), nan=1.0)[:, None]
-        # a schedule changes updates, too: a leap is beyond those of this rate and those that there were
-        usual = self.usual_updates
-        leaps = Leaps(
-            updates=np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan),
-            gradients=gradients / earlier(positive(gradients)),
-            highest=(gradients / earlier(gradients, np.nanmax))[:, : len(self.layers)],
-            norms=self.norms / earlier(positive(self.norms)),
-            outputs=outputs / earlier(positive(outputs)),
-        )
-        is_written = (self.written > WRITTEN).any(axis=1)  # which changes gradients, and is the cause then
-        for factors in leaps:
-            factors[is_written] = np.nan
-        for factors in leaps[1:]:
-            factors[:FEW] = np.nan  # too few earlier recorded steps to compare with
+    def update_leaps(self) -> Any:
+        """The factors by which updates grow over those of earlier recorded steps, [records, names]; nan for too few.
+
+        A schedule changes updates, too: a leap is beyond those of this rate and those that there were.
+        """
+        updates, usual = self.weights["update"], self.usual_updates
+        leaps = np.where(usual > 0, updates / np.fmax(usual, earlier(updates)), np.nan)
+        leaps[self.is_written] = np.nan
         return leaps
-
-
-class Leaps(NamedTuple):
-    """The factors by which numbers grow over those of earlier recorded steps, nan where there are too few.
-
-    Attributes:
-        updates: [records, names].
-        gradients: as the optimizer gets them, [records, names].
-        highest: such gradients over the largest of those steps, not their median, [records, layers].
-        norms: of all gradients together, before they are clipped, [records].
-        outputs: of the gradients of layers' outputs, [records, layers]: no clipping and no loss scale changes these.
-    """
-
-    updates: Any
-    gradients: Any
-    highest: Any
-    norms: Any
-    outputs: Any
 
 
 def earlier(values: Any, statistic: Any = None) -> Any:
@@ -314,11 +279,6 @@ def first_true(is_true: Any) -> int | None:
     """Return the first recorded step where something is true, of [records, ...]; None where nothing is."""
     by_record = is_true.reshape(len(is_true), -1).any(axis=1)
     return int(by_record.argmax()) if by_record.any() else None
-
-
-def positive(values: Any) -> Any:
-    """Return values that are above 0, and nan for others, over which nothing is larger by a factor."""
-    return np.where(values > 0, values, np.nan)
 
 
 def is_rate(name: str) -> bool:

@@ -90,68 +90,24 @@ def checked(record: Record, findings: Sequence[Finding]) -> list[Finding]:
 
 def answer_of_twin(record: Record, worst: Finding | None = None) -> str:
     """Return a sentence on whether FP8 is the cause of what a run does, from the twins of its recorded steps."""
-    twins = (judge := _Judge(record)).twins
-    if not twins.steps:
+    judge = _Judge(record)
+    if not judge.steps:
         reasons = [text for _, kind, text in record.events if kind == NO_TWIN]
         return f"Whether FP8 is the cause is not measured: {(reasons or [NO_OPTIMIZER])[0]}"
-    lost = next((at for at, loss in enumerate(twins.losses) if not math.isfinite(loss)), None)
-    if lost is not None and math.isfinite(twins.twin_losses[lost]):
-        return f"{CAUSE}: at step {twins.steps[lost]} the loss is {_both_losses(twins, lost)}"
+    lost = next((at for at, loss in enumerate(judge.losses) if not math.isfinite(loss)), None)
+    if lost is not None and math.isfinite(judge.twin_losses[lost]):
+        return f"{CAUSE}: at step {judge.steps[lost]} the loss is {judge.both_losses(lost)}"
     if (first := judge.difference(worst)) is None:
         cause = "FP8 changes little" if worst is None or worst.products else "FP8 is not the cause"
-        return f"{cause}: in high precision the same batch has nearly the same {_both_in_words(twins, worst)}"
-    since = f"{judge.part_of_fp8(worst, first)}: from step {twins.steps[first.at]}"
+        return f"{cause}: in high precision the same batch has nearly the same {judge.both_in_words(worst)}"
+    since = f"{judge.part_of_fp8(worst, first)}: from step {judge.steps[first.at]}"
     if first.layer is None:
-        return f"{since} the loss is {_both_losses(twins, first.at)}"
-    low = f"a cosine of {twins.cosines[first.at, first.layer]:.2f} with that in high precision"
+        return f"{since} the loss is {judge.both_losses(first.at)}"
+    low = f"a cosine of {judge.cosines[first.at, first.layer]:.2f} with that in high precision"
     return f"{since} the gradient of {[*record.layers, OTHER_PARAMETERS][first.layer]} has {low}"
 
 
-LOSS_COLUMNS = 2  # of _ComparedSteps.distances: how far the loss is above the twin's, and below; then follow cosines
-
-
-class _ComparedSteps(NamedTuple):
-    """The numbers of the steps of a record that were compared with twins, nan where something is not measured.
-
-    Attributes:
-        steps: which these are.
-        losses, twin_losses: of the step and of its twin, [steps].
-        cosines: of a layer's gradient and its twin's, the last of all weights that are no layer's, [steps, layers + 1].
-        distances: from the twin, over their limits, of losses and of cosines, [steps, LOSS_COLUMNS + layers + 1].
-        twin_norms: of the median layer's gradient, [steps].
-    """
-
-    steps: list[int]
-    losses: Any
-    twin_losses: Any
-    cosines: Any
-    distances: Any
-    twin_norms: Any
-
-
-def _compared_steps(record: Record) -> _ComparedSteps:
-    """Return a record's compared steps: without the losses that say nothing beside the twins'."""
-    losses, twin_losses, others = (record.scalar(name) for name in ("loss", TWIN_LOSS, OTHERS))
-    cosines = np.concatenate([record.weights.get("twin_cosine", others[:, None][:, :0]), others[:, None]], 1)
-    norms = np.array([_median(by_layer) for by_layer in record.weights.get("twin_norm", cosines[:, :0])])
-    norms /= np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
-    compared = np.flatnonzero(np.isfinite(twin_losses) | np.isfinite(cosines).any(axis=1))
-    losses, twin_losses, cosines = losses[compared], twin_losses[compared], cosines[compared]
-    # a loss that is far from the twin's while all gradients agree was multiplied before its backward
-    lowest_cosine = np.nanmin(np.append(cosines, np.full((len(compared), 1), 2.0), 1), axis=1)
-    gradients_agree = (lowest_cosine > DIFFERING_COSINE) & (lowest_cosine <= 1)
-    is_multiplied = gradients_agree & (abs(losses - twin_losses) > FIRST_ORDER * abs(losses))
-    # where two are, the record has other losses than backward begins with ("sums in place of means"): no step's is
-    # compared, of whichever gradients
-    all_are_multiplied = is_multiplied.sum() > 1
-    twin_losses[is_multiplied | all_are_multiplied | (twin_losses == 0)] = math.nan
-    # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies ("clipping
-    # off")
-    above = (losses / twin_losses - 1) / _factor_of_loss(record)[compared]
-    of_losses = np.stack([above, -above], 1) / LOSS_DIFFERS
-    distances = np.concatenate([of_losses, (1 - cosines) / (1 - DIFFERING_COSINE)], 1)
-    steps = [record.steps[at] for at in compared]
-    return _ComparedSteps(steps, losses, twin_losses, cosines, distances, norms[compared])
+LOSS_COLUMNS = 2  # of _Judge.distances: how far the loss is above the twin's, and below; then follow cosines
 
 
 class _Difference(NamedTuple):
@@ -162,15 +118,40 @@ class _Difference(NamedTuple):
 
 
 class _Judge:
-    """The judgement, by a record's compared steps, of its findings and of FP8's part in them.
+    """The judgement of a record's findings and of FP8's part in them, by the steps that were compared with twins.
 
     The comment before each branch describes a run that needs the branch. A name in quotes is a kind of run in
     benchmarks/training/causes.py, or in one of its draws, of which another sentence would be said without the branch.
+
+    Attributes:
+        steps: those that were compared; numbers of these are nan where something is not measured.
+        losses, twin_losses: of the step and of its twin, [steps], without losses that say nothing beside the twins'.
+        cosines: of a layer's gradient and its twin's, the last of all weights that are no layer's, [steps, layers + 1].
+        distances: from the twin, over their limits, of losses and of cosines, [steps, LOSS_COLUMNS + layers + 1].
+        twin_norms: of the median layer's gradient, [steps].
     """
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.twins = _compared_steps(record)
+        losses, twin_losses, others = (record.scalar(name) for name in ("loss", TWIN_LOSS, OTHERS))
+        cosines = np.concatenate([record.weights["twin_cosine"], others[:, None]], 1)
+        norms = np.array([_median(by_layer) for by_layer in record.weights["twin_norm"]])
+        norms /= np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
+        compared = np.flatnonzero(np.isfinite(twin_losses) | np.isfinite(cosines).any(axis=1))
+        losses, twin_losses, cosines = losses[compared], twin_losses[compared], cosines[compared]
+        # a loss that is far from the twin's while all gradients agree was multiplied before its backward
+        gradients_agree = np.fmin.reduce(cosines, axis=1) > DIFFERING_COSINE
+        is_multiplied = gradients_agree & (abs(losses - twin_losses) > FIRST_ORDER * abs(losses))
+        # where two are, the record has other losses than backward begins with ("sums in place of means"): no step's is
+        # compared, of whichever gradients
+        twin_losses[is_multiplied | (is_multiplied.sum() > 1) | (twin_losses == 0)] = math.nan
+        # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies ("clipping
+        # off")
+        above = (losses / twin_losses - 1) / _factor_of_loss(record)[compared]
+        of_losses = np.stack([above, -above], 1) / LOSS_DIFFERS
+        self.distances = np.concatenate([of_losses, (1 - cosines) / (1 - DIFFERING_COSINE)], 1)
+        self.steps = [record.steps[at] for at in compared]
+        self.losses, self.twin_losses, self.cosines, self.twin_norms = losses, twin_losses, cosines, norms[compared]
 
     @cached_property
     def departures(self) -> list[Departure]:
@@ -180,14 +161,14 @@ class _Judge:
     def clears(self, finding: Finding) -> bool:
         """Return whether a cast that a finding blames changes nothing, or only what something else changed before."""
         # the twin has inf and NaN, too, and what passes them on is no note: "inf in a gradient"
-        if not self.twins.steps or finding.kind == "nonfinite":
+        if not self.steps or finding.kind == "nonfinite":
             return False
         first = self.difference(finding)
         return first is None or self.part_of_fp8(finding, first) not in BLAMES
 
     def is_of_fp8_alone(self, finding: Finding) -> bool:
         """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
-        at = bisect_left(self.twins.steps, finding.begins)
+        at = bisect_left(self.steps, finding.begins)
         first = self.first_lasting(None)
         # FP8 clips, the loss leaves the twin's, and later gradients leap and an expert gets no tokens
         if first is not None and first.at <= at and first.layer is None and self.rise_by_fp8(first.at) > 0:
@@ -198,10 +179,9 @@ class _Judge:
             return self.gradients_change_alone(finding, at)
         # the loss rises in FP8, at once or by and by, and most of the rise the twins don't have: no batch raised it. So
         # "scales back off"
-        losses, twin_losses = self.twins.losses, self.twins.twin_losses
         for since in (slice(at, at + BEYOND), slice(at, None)) if finding.kind in FROM_LOSS else ():
-            rise = _median(losses[since]) - _median(losses[:at])
-            if _median(losses[since] - twin_losses[since]) > rise / 2 > 0:
+            rise = _median(self.losses[since]) - _median(self.losses[:at])
+            if _median(self.losses[since] - self.twin_losses[since]) > rise / 2 > 0:
                 return True
         return False
 
@@ -212,16 +192,15 @@ class _Judge:
         """
         # a frozen layer's own gradient, flushed to 0, has no direction in common with the twin's; another layer's that
         # differs explains nothing, as where code detached this one
-        layers = self.record.layers if "twin_cosine" in self.record.weights else []
-        if finding.kind == "frozen" and finding.layer in layers:
-            cosine = _median(self.twins.cosines[at : at + BEYOND, layers.index(finding.layer)])
+        if finding.kind == "frozen" and finding.layer in self.record.layers:
+            cosine = _median(self.cosines[at : at + BEYOND, self.record.layers.index(finding.layer)])
             differs_from = at if cosine < DIFFERING_COSINE else None
         else:
-            difference = _first_beyond(self.twins.distances[:, LOSS_COLUMNS:])  # of gradients alone
+            difference = _first_beyond(self.distances[:, LOSS_COLUMNS:])  # of gradients alone
             differs_from = difference and difference.at
         if differs_from is None or differs_from > at:
             return False
-        twins_factor = _median(self.twins.twin_norms[at : at + BEYOND]) / _median(self.twins.twin_norms[:differs_from])
+        twins_factor = _median(self.twin_norms[at : at + BEYOND]) / _median(self.twin_norms[:differs_from])
         factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", USUAL_LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
 
@@ -233,27 +212,26 @@ class _Judge:
         """Return where FP8 differs first, in most of some steps in turn; by twice as much beside another fault."""
         # another fault disturbs scales for some steps: "weight x 10,000"
         has_other_fault = finding is not None and not finding.products
-        return _first_beyond(self.twins.distances / (LIMIT_FACTOR_IF_OTHER_FAULT if has_other_fault else 1.0))
+        return _first_beyond(self.distances / (LIMIT_FACTOR_IF_OTHER_FAULT if has_other_fault else 1.0))
 
     def at_the_cast(self, finding: Finding | None) -> _Difference | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
         # FP8 differs where the cast is worst, and in too few steps in turn: "outlier channel"
         for step in (finding.begins, finding.worst) if finding is not None and finding.products else ():
-            at = self.twins.steps.index(step) if step in self.twins.steps else None
-            if at is not None and len(columns := np.flatnonzero(self.twins.distances[at] > 1)):
+            at = self.steps.index(step) if step in self.steps else None
+            if at is not None and len(columns := np.flatnonzero(self.distances[at] > 1)):
                 return _Difference(at, _layer_of(int(columns[0])))
         return None
 
     def rise_by_fp8(self, at: int) -> float:
         """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
-        losses, twin_losses = self.twins.losses, self.twins.twin_losses
         since = slice(at, at + IN_TURN)
-        rise_of_twin = _median(twin_losses[since]) - _median(twin_losses[:at])
-        return _median(losses[since] - twin_losses[since]) - max(rise_of_twin, 0.0)
+        rise_of_twin = _median(self.twin_losses[since]) - _median(self.twin_losses[:at])
+        return _median(self.losses[since] - self.twin_losses[since]) - max(rise_of_twin, 0.0)
 
     def got_over(self, finding: Finding) -> bool:
         """Return whether the twin's loss, by its median since a finding of loss or forward, is as low as before."""
-        halves = np.split(self.twins.twin_losses, [bisect_left(self.twins.steps, finding.begins)])
+        halves = np.split(self.twin_losses, [bisect_left(self.steps, finding.begins)])
         before, since = (losses[np.isfinite(losses)] for losses in halves)
         is_well = min(len(before), len(since)) > 0 and bool(np.median(since) <= before.max())
         return is_well and finding.kind in (*FROM_LOSS, "forward")
@@ -270,17 +248,17 @@ class _Judge:
         """
         at = first.at
         is_of_loss = first.layer is None
-        twin_losses = self.twins.twin_losses
-        cosines = np.nan_to_num(self.twins.cosines[at : at + IN_TURN], nan=1.0)
+        cosines = np.nan_to_num(self.cosines[at : at + IN_TURN], nan=1.0)
         # inputs are clipped from step 100 on: the loss rises there, the twin's does not
         if is_of_loss and self.rise_by_fp8(at) > 0:
             return CAUSE
         # a rate rose at step 90, the twin's loss rises with it, and from step 100 on amaxes outgrow their scales: FP8
         # suffers. "saturated logits" have the earlier fault alone
-        highest_before = np.max(twin_losses[:at][np.isfinite(twin_losses[:at])], initial=-math.inf)
-        twin_rises = at >= LEAST_BEFORE and _median(twin_losses[at:]) > highest_before
-        other_departed = twin_rises and any(each.step < self.twins.steps[at] for each in self.departures[:1])
-        other_fault_is_earlier = worst is not None and not worst.products and worst.begins <= self.twins.steps[at]
+        before = self.twin_losses[:at]
+        highest_before = np.max(before[np.isfinite(before)], initial=-math.inf)
+        twin_rises = at >= LEAST_BEFORE and _median(self.twin_losses[at:]) > highest_before
+        other_departed = twin_rises and any(each.step < self.steps[at] for each in self.departures[:1])
+        other_fault_is_earlier = worst is not None and not worst.products and worst.begins <= self.steps[at]
         if other_departed or other_fault_is_earlier:
             # besides, it flushes all gradients; or the twin's loss came down again, and FP8's did not
             flushes_all = not is_of_loss and _median(cosines) == 0
@@ -293,34 +271,32 @@ class _Judge:
         # gradients lose their direction ("saved codes of the first block"), or a few digits, and no loss shows it yet
         return HARMS if (np.median(cosines, axis=0) < HARMFUL_COSINE).any() else CHANGES
 
+    def both_losses(self, at: int) -> str:
+        """Return a step's loss and its twin's in words."""
+        loss, twin = self.losses[at], self.twin_losses[at]
+        if math.isfinite(loss) and abs(loss - twin) > FIRST_ORDER * abs(loss):
+            return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
+        return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
 
-def _both_losses(twins: _ComparedSteps, at: int) -> str:
-    """Return a step's loss and its twin's in words."""
-    loss, twin = twins.losses[at], twins.twin_losses[at]
-    if math.isfinite(loss) and abs(loss - twin) > FIRST_ORDER * abs(loss):
-        return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
-    return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
+    def both_in_words(self, worst: Finding | None) -> str:
+        """Return the loss and gradients that a step and its twin have, of a step as far from its twin as most are.
 
-
-def _both_in_words(twins: _ComparedSteps, worst: Finding | None) -> str:
-    """Return the loss and gradients that a step and its twin have, of a step as far from its twin as most are.
-
-    It is one of the worst finding's steps, if any of these was compared.
-    """
-    begins = 0 if worst is None else worst.begins
-    candidates = [at for at, step in enumerate(twins.steps) if step >= begins] or [len(twins.steps) - 1]
-    distances = np.nan_to_num(abs(twins.distances[candidates, 0]), nan=math.inf)  # of the loss
-    at = candidates[int(distances.argsort(kind="stable")[(len(candidates) - 1) // 2])]
-    parts = []
-    if math.isfinite(twins.twin_losses[at]):
-        parts.append(f"loss ({twins.twin_losses[at]:.4g}, in FP8 {twins.losses[at]:.4g})")
-    if len(cosines := twins.cosines[at][np.isfinite(twins.cosines[at])]):
-        parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
-    sentence = f"{' and '.join(parts)} at step {twins.steps[at]}"
-    if single := [twins.steps[each] for each in np.flatnonzero((twins.distances > 1).any(axis=1))]:
-        more = " and others" if len(single) > LISTED else ""
-        sentence += f", but for {', '.join(map(str, single[:LISTED]))}{more}"
-    return f"{sentence}; later steps were not compared" if twins.steps[at] < begins else sentence
+        It is one of the worst finding's steps, if any of these was compared.
+        """
+        begins = 0 if worst is None else worst.begins
+        candidates = [at for at, step in enumerate(self.steps) if step >= begins] or [len(self.steps) - 1]
+        distances = np.nan_to_num(abs(self.distances[candidates, 0]), nan=math.inf)  # of the loss
+        at = candidates[int(distances.argsort(kind="stable")[(len(candidates) - 1) // 2])]
+        parts = []
+        if math.isfinite(self.twin_losses[at]):
+            parts.append(f"loss ({self.twin_losses[at]:.4g}, in FP8 {self.losses[at]:.4g})")
+        if len(cosines := self.cosines[at][np.isfinite(self.cosines[at])]):
+            parts.append(f"gradients (cosine {float(np.median(cosines)):.3f})")
+        sentence = f"{' and '.join(parts)} at step {self.steps[at]}"
+        if single := [self.steps[each] for each in np.flatnonzero((self.distances > 1).any(axis=1))]:
+            more = " and others" if len(single) > LISTED else ""
+            sentence += f", but for {', '.join(map(str, single[:LISTED]))}{more}"
+        return f"{sentence}; later steps were not compared" if self.steps[at] < begins else sentence
 
 
 def _layer_of(column: int) -> int | None:
@@ -342,10 +318,8 @@ def _first_beyond(distances: Any) -> _Difference | None:
 
 def _factor_of_loss(record: Record) -> Any:
     """Return how many times the last layer's gradients exceed their smallest earlier median, [records]; at least 1."""
-    where = record.layers[-1] if record.layers else "", "grad_output"
-    if (row := record.places.get(where)) is None:
-        return np.ones(len(record.steps))
-    sizes = record.measures["rms"][:, row] / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
+    sizes = record.measure("rms", record.layers[-1] if record.layers else "", "grad_output")
+    sizes = sizes / np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
         return np.fmax(1.0, sizes / np.fmin.accumulate(earlier(sizes)))

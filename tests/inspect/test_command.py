@@ -267,6 +267,6 @@ def test_a_file_that_can_not_be_is_refused_before_anything_is_computed(option, t
 def test_a_place_without_a_folder_is_named_before_the_work(tmp_path: Path) -> None:
     for path, named in ((tmp_path, tmp_path), (tmp_path / "no" / "file", tmp_path / "no")):
         with pytest.raises(OSError) as fault:
-            command.require_place(path)
+            command.file_to_write(str(path))
         assert fault.value.filename == str(named)
-    command.require_place(tmp_path / "file")
+    assert command.file_to_write(str(tmp_path / "file")) == tmp_path / "file"

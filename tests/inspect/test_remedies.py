@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
-from octavo.inspect.remedies import Exponents, as_text, merged_rules, outcome, remedies, with_cast
+from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, RecipeMap, recipes
+from octavo.inspect.remedies import Exponents, as_text, outcome, remedies, with_cast, with_remedies
 from octavo.inspect.rows import Row, Table
 from octavo.kernels.arguments import Counted
 from octavo.scaling.recipe import OPERANDS
@@ -181,7 +181,8 @@ def test_a_layers_name_is_matched_as_it_is(name: str) -> None:
 def test_remedies_of_one_layer_together() -> None:
     off, pair = None, recipes.dynamic().output
     offered = [{"0": {"output": off}}, {"1": recipes.mx()}, {"0": {"output": pair, "grad_weight": pair}}, {"1": None}]
-    assert merged_rules([*offered, {"0": {"grad_input": off}}]) == {  # type: ignore[list-item]
+    own = RecipeMap(recipes.dynamic())
+    assert with_remedies(own, [*offered, {"0": {"grad_input": off}}]).rules == {  # type: ignore[list-item]
         "0": {"output": off, "grad_input": off},
         "1": recipes.mx(),
     }
