@@ -84,7 +84,7 @@ def casts_table() -> str:
         casts = [work.cast_seconds(recipe, rates) for work in works]
         inputs = (
             [seconds["input"] for seconds in casts],
-            {work.input_id: seconds["input"] for work, seconds in zip(works, casts, strict=True)}.values(),
+            {work.input_reader: seconds["input"] for work, seconds in zip(works, casts, strict=True)}.values(),
         )
         others = sum(seconds["weight"] + seconds["grad_output"] for seconds in casts)
         separate, shared = (sum(each) for each in inputs)

@@ -344,10 +344,10 @@ def _added_layers(
     for linear in times.work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
         recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        cast_input = linear.input_id, linear.grad_weight, recipe.input_casts
+        cast_input = linear.input_reader, linear.grad_weight, recipe.input_casts
         roles = ("weight", weight_storage), ("input", cast_input in cast_inputs), ("grad_output", linear is uncast_head)
         spared = {role for role, is_spared in roles if is_spared}
-        cast_inputs |= {cast_input} if linear.input_id else set()
+        cast_inputs |= {cast_input} if linear.input_reader else set()
         layer = times.add(linear, recipe, spared)
         layers += [] if recipe.is_high_precision else [layer]
     return tuple(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 GIB = 1 << 30
 WIDTH = 100  # characters of a line of a table
@@ -17,16 +18,12 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
 
 def folded(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as columns, or as several tables of at most WIDTH that repeat the first column."""
-
-    def between(begin: int, end: int) -> str:
-        return columns([row[0], *row[begin:end]] for row in rows)
-
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     tables = []
     begin = 1
-    count = len(rows[0])
-    while begin < count:
-        wide = (end for end in range(begin + 2, count + 1) if max(map(len, between(begin, end).splitlines())) > WIDTH)
-        end = next(wide, count + 1) - 1
-        tables.append(between(begin, end))
+    while begin <= len(widths):
+        line_widths = accumulate((2 + width for width in widths[begin - 1 :]), initial=first)
+        end = begin + max(1, sum(width <= WIDTH for width in line_widths) - 1)
+        tables.append(columns([row[0], *row[begin:end]] for row in rows))
         begin = end
     return "\n\n".join(tables)

@@ -175,34 +175,37 @@ def _activations(estimates: Sequence[Estimate]) -> list[list[str]]:
 
 
 class SmallerStep(NamedTuple):
-    """Flags that make a step smaller, and what they change: its tokens, arguments of the optimizer, of ``step_in``."""
+    """Flags that make a step smaller, and what they change: its tokens, and arguments of ``step_in``."""
 
     flags: str
     tokens: int
-    state: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
 
 
-def changes(tokens: int, context: int, head: str | None = None) -> list[SmallerStep]:
+def changes(
+    model: nn.Module, state: Mapping[str, Any], tokens: int, context: int, head: str | None = None
+) -> list[SmallerStep]:
     """Return the changes to try for a step of so many tokens, first those that change least.
 
     They are fused operations, fewer sequences at a time, then moments, masters, weights and updates in FP8.
 
     Args:
+        state: the arguments of ``optimizer_of``, where a change is one of these.
         head: the recipe of ``--head``, which is left out last: with some recipes a weight can't be stored in FP8.
     """
     fewer = [context << power for power in range(tokens.bit_length()) if context << power < tokens]
-    fused, stored = {"fuse": True}, {"weight_storage": "fp8"}
-    in_fp8 = {"moments": "fp8", "master": "split16", "outstanding": WAITING}
+    compact = optimizer_of(model, **{**state, "moments": "fp8", "master": "split24"})
+    in_backward = optimizer_of(model, **{**state, "moments": "fp8", "master": "split16", "outstanding": WAITING})
+    in_fp8 = {"optimizer": in_backward, "weight_storage": "fp8"}
     flags_in_fp8 = f"--weight-storage fp8 --moments fp8 --master split16 --update-in-backward {WAITING >> 20}MB"
-    smallest = f"{flags_in_fp8} --fuse --tokens {context}"
-    without_head = SmallerStep(f"{smallest}, without --head {head}", context, in_fp8, fused | stored | {"head": None})
+    smallest = SmallerStep(f"{flags_in_fp8} --fuse --tokens {context}", context, in_fp8 | {"fuse": True})
+    without_head = SmallerStep(f"{smallest.flags}, without --head {head}", context, smallest.settings | {"head": None})
     return [
-        SmallerStep("--fuse", tokens, {}, fused),
-        *(SmallerStep(f"--tokens {n}, with as many more micro-batches", n, {}, {}) for n in reversed(fewer)),
-        SmallerStep("--moments fp8 --master split24", tokens, {"moments": "fp8", "master": "split24"}, {}),
-        SmallerStep(flags_in_fp8, tokens, in_fp8, stored),
-        SmallerStep(smallest, context, in_fp8, fused | stored),
+        SmallerStep("--fuse", tokens, {"fuse": True}),
+        *(SmallerStep(f"--tokens {n}, with as many more micro-batches", n, {}) for n in reversed(fewer)),
+        SmallerStep("--moments fp8 --master split24", tokens, {"optimizer": compact}),
+        SmallerStep(flags_in_fp8, tokens, in_fp8),
+        smallest,
         *([without_head] if head else []),
     ]
 
@@ -213,16 +216,14 @@ def change_that_fits(
     """Return the flags that bring a step which is too large into the device's memory: the first that suffice.
 
     Args:
-        state: the arguments of ``optimizer_of``, where a change is one of these.
+        state: as for ``changes``.
         settings: other arguments of ``step_in``, with the optimizer of the step.
     """
     name = "delayed"
     context = inputs[0].shape[1]
     work = cache(lambda tokens: work_of(model, tokens_of(tokens, context)))
-    for change in changes(inputs[0].numel(), context, settings.get("head")):
+    for change in changes(model, state, inputs[0].numel(), context, settings.get("head")):
         options = {**settings, **change.settings}
-        if change.state:
-            options["optimizer"] = optimizer_of(model, **{**state, **change.state})
         try:
             step = step_in(name, model, tokens_of(change.tokens, context), rates, work(change.tokens), **options)
         except PlanError:  # a head whose output is not in FP8 can't be stored so

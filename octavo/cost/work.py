@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import operator
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +57,7 @@ class LinearWork(NamedTuple):
     grad_input: bool  # whether backward needs it
     grad_weight: bool
     groups: int = 1  # how many matrices a layer of experts has, each of which multiplies some of the rows
-    input_id: int = 0  # equal for layers that read one tensor; 0: unknown
+    input_reader: str = ""  # the first layer that reads the same tensor; "": unknown
 
     @property
     def products(self) -> tuple[bool, bool, bool]:
@@ -249,22 +250,22 @@ def run_shorter(
     the model has: what a step does and keeps grows by the same with each block. Where blocks are not alike, a forward
     counts on all of them, or ``lengthen`` raises ValueError, the model is run.
     """
-    name = blocks_of(model)
-    blocks: Any = [] if name is None else model.get_submodule(name)
+    if (name := blocks_of(model)) is None:
+        return run(model)
+    blocks: Any = model.get_submodule(name)
     more = len(blocks) - TRACED
     if more > 1 and len({*map(id, blocks)}) == len(blocks) and len({str(_description(block)) for block in blocks}) == 1:
         # a forward that needs all blocks fails in a copy: by an index, a name, or a shape that does not fit, which
         # torch raises as RuntimeError; an error of the model itself comes again below
         with contextlib.suppress(IndexError, KeyError, ValueError, RuntimeError):
-            return lengthen(run(_shortened(model, name, TRACED)), run(_shortened(model, name, TRACED + 1)), more)
+            return lengthen(run(first_blocks(model, name, TRACED)), run(first_blocks(model, name, TRACED + 1)), more)
     return run(model)
 
 
-def _shortened(model: nn.Module, name: str | None, count: int) -> nn.Module:
-    """Return a copy without memory of a model's first ``count`` blocks, and of all else."""
-    assert name is not None
-    twin = _without_memory(model, [*model.get_submodule(name).children()][count:])
-    del twin.get_submodule(name)[count:]  # type: ignore[operator]
+def first_blocks(model: nn.Module, blocks: str, count: int) -> nn.Module:
+    """Return a copy without memory of a model with the first ``count`` blocks of the list of this name, or fewer."""
+    twin = _without_memory(model, [*model.get_submodule(blocks).children()][count:])
+    del twin.get_submodule(blocks)[count:]  # type: ignore[operator]
     return twin
 
 
@@ -290,44 +291,36 @@ def _lengthened(short: Work, long: Work, more: int) -> Work:
     """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
     assert short.blocks is not None
     name = short.blocks.name
-    fields = ("other_flop", "traffic", "blocks", "attention")
-    numbers, longer = ({field: getattr(work, field) for field in fields} for work in (short, long))
     block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{REPEATED}.")}
     repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
-    return short._replace(
-        linears=_lengthened_linears(short.linears, name, more),
-        inputs={**short.inputs, **repeated},
-        **lengthened(numbers, longer, more),
-    )
+    numbers, longer = (work._replace(linears=(), inputs={}) for work in (short, long))
+    linears = _lengthened_linears(short.linears, name, more)
+    return lengthened(numbers, longer, more)._replace(linears=linears, inputs={**short.inputs, **repeated})
 
 
 def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
-    """Return a model's layers with ``more`` blocks like the one of number REPEATED; inputs' ids go on.
+    """Return a model's layers with ``more`` blocks like the one of number REPEATED.
 
-    Raises ValueError if the last two blocks' layers do not run one block after the other.
+    Raises ValueError if the last two blocks' layers are not the same, one block after the other.
     """
-    before_last, last = (
-        [each for each in linears if f"{each.name}.".startswith(f"{blocks}.{number}.")]
-        for number in (REPEATED, REPEATED + 1)
-    )
-    begin = linears.index(before_last[0])
-    end = begin + len(before_last + last)
-    if list(linears[begin:end]) != before_last + last:
-        raise ValueError("layers of two blocks run in turn")
-    steps = [after.input_id - before.input_id for before, after in zip(before_last, last, strict=True)]
+    before_last = [each for each in linears if f"{each.name}.".startswith(f"{blocks}.{REPEATED}.")]
     repeated = [
-        each._replace(name=_in_block(each.name, blocks, REPEATED + i), input_id=each.input_id + i * step)
-        for i in range(more + 2)
-        for each, step in zip(before_last, steps, strict=True)
+        each._replace(
+            name=_in_block(each.name, blocks, number), input_reader=_in_block(each.input_reader, blocks, number)
+        )
+        for number in range(REPEATED, REPEATED + more + 2)
+        for each in before_last
     ]
-    after_blocks = [each._replace(input_id=each.input_id + more * max(steps)) for each in linears[end:]]
-    return (*linears[:begin], *repeated, *after_blocks)
+    begin = linears.index(before_last[0])
+    end = begin + 2 * len(before_last)
+    if list(linears[begin:end]) != repeated[: end - begin]:
+        raise ValueError("layers of two blocks run in turn, or share inputs otherwise")
+    return (*linears[:begin], *repeated, *linears[end:])
 
 
 def _in_block(name: str, blocks: str, number: int) -> str:
-    """Return a module's name in another block of the list ``blocks``."""
-    _, *inside = name.removeprefix(f"{blocks}.").split(".", 1)
-    return ".".join([f"{blocks}.{number}", *inside])
+    """Return the name of a module of block REPEATED in another block; names of other modules as they are."""
+    return re.sub(rf"^{re.escape(blocks)}\.{REPEATED}(?=\.|$)", f"{blocks}.{number}", name)
 
 
 def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
@@ -386,7 +379,7 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     """Return the LinearWork of layers, and elements of the inputs of other modules, by name: filled by a forward."""
     works_by_name: dict[str, LinearWork] = {}
     sizes: dict[str, int] = {}
-    numbers: dict[tuple[int, int], int] = {}
+    readers: dict[tuple[int, int], str] = {}  # the first one of each input
     live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
@@ -398,13 +391,13 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         x = inputs[0]
         weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
         tokens = x.numel() // columns
-        input_id = numbers.setdefault((id(x), x._version), len(numbers) + 1)
+        reader = readers.setdefault((id(x), x._version), name)
         live_inputs.append(x)
         if name in works_by_name:  # called more than once: the rows of its products add up
             tokens = tokens + works_by_name[name].tokens
-            input_id = 0
+            reader = ""
         needs = x.requires_grad, weight.requires_grad
-        works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, input_id)
+        works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reader)
 
     for name, module in twin.named_modules():
         module.register_forward_hook(functools.partial(note, name), with_kwargs=True)

@@ -39,12 +39,9 @@ def _rows_of_block(tensor: Tensor, block_bytes: int) -> int:
 def _sums(tensor: Tensor, rows_of_block: int) -> list[str]:
     """Return the CRC-32 of each block of rows of a contiguous tensor on the CPU; a number is a row."""
     blocks = torch.atleast_1d(tensor).split(rows_of_block) if tensor.numel() else ()
-    return [f"{zlib.crc32(_bytes(block)):08x}" for block in blocks]
-
-
-def _bytes(block: Tensor) -> Any:
-    """Return the memory of a contiguous tensor as a buffer, without a copy and without NumPy."""
-    return (ctypes.c_char * (block.numel() * block.element_size())).from_address(block.data_ptr())
+    # a block's memory as a buffer: without a copy and without NumPy
+    buffers = ((ctypes.c_char * block.nbytes).from_address(block.data_ptr()) for block in blocks)
+    return [f"{zlib.crc32(buffer):08x}" for buffer in buffers]
 
 
 class CheckedFile:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -37,7 +37,7 @@ from octavo.train.shard import ranks_for_saves
 
 CHECKPOINT = "checkpoint"
 LOG = "log.csv"
-LOCK = ".lock"  # names the process that trains in the folder
+LOCK = ".lock"  # names the process that trains in the folder, or the last one that did
 
 Identity = dict[str, int | float | str]
 Content = dict[str, Any]  # the entries in the module's docstring; rows read from a file are StepRows
@@ -210,37 +210,22 @@ class RunFolder:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that a process loses however it ends: a file that names the process, and is removed at the end.
+    """Hold a lock that a process loses however it ends: on a file that names the process.
 
-    BlockingIOError if another process has it, which ``strerror`` names.
+    The file stays: a lock on one that is removed would be seen by nobody who opens the path later. BlockingIOError if
+    another process has the lock, which ``strerror`` names.
     """
-    with _locked(path) as file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def _locked(path: Path) -> IO[str]:
-    while True:
-        file = open(path, "a+")
+    with open(path, "a+") as file:
         try:
             import fcntl  # not on Windows
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            holder = file.read()
-            file.close()
-            raise BlockingIOError(error.errno, holder, str(path)) from error
+            raise BlockingIOError(error.errno, file.read(), str(path)) from error
         except (ImportError, OSError) as error:  # a system, or a file system, without locks
-            warnings.warn(f"{path}: {reason_of(error)}: make sure that nothing else writes to its folder", stacklevel=2)
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # the process that had it has removed it meanwhile: try again
+            warnings.warn(f"{path}: {reason_of(error)}: make sure that nothing else writes to its folder", stacklevel=3)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

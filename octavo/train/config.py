@@ -76,8 +76,8 @@ def choices(field: Field[Any]) -> tuple[str, ...]:
     return tuple(word for literal in literals for word in typing.get_args(literal))
 
 
-def why_refused(field: Field[Any], value: object) -> str | None:
-    """Return "choose " and the values that a field takes, if this value is none of them; None if it is one.
+def check(field: Field[Any], value: object, name: str) -> None:
+    """Raise ValueError, which says what to choose for the option called ``name``, if a field doesn't take this value.
 
     The kind of a field is seen by its default, and by the words of its annotation, a Literal:
 
@@ -101,15 +101,14 @@ def why_refused(field: Field[Any], value: object) -> str | None:
         choice = f"a number {'above 0' if low == ABOVE_0 else f'from {low:g}'} up to {high:g}"
     else:
         fits, choice = isinstance(value, field.type), "a Path" if default is None else "a string"  # type: ignore[arg-type]
-    return None if fits else f"choose {choice}"
+    if not fits:
+        raise ValueError(f"{name} is {value!r}: choose {choice}")
 
 
 class _Checked:
     def __post_init__(self) -> None:
         for checked in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, checked.name)
-            if (why := why_refused(checked, value)) is not None:
-                raise ValueError(f"{checked.name} is {value!r}: {why}")
+            check(checked, getattr(self, checked.name), checked.name)
 
 
 @dataclass(frozen=True)
@@ -440,15 +439,14 @@ def load_options(path: Path) -> dict[str, Any]:
 
 def _section(section: str, values: Any) -> dict[str, Any]:
     fields_by_name = {field.name: field for field in fields(SECTIONS[section])}
-    if not isinstance(values, dict) or values.keys() - fields_by_name:
-        unknown = sorted(values.keys() - fields_by_name) if isinstance(values, dict) else [repr(values)]
+    unknown = sorted(values.keys() - fields_by_name) if isinstance(values, dict) else [repr(values)]
+    if unknown:
         raise ValueError(f"{section} has no option {', '.join(unknown)}: choose {', '.join(fields_by_name)}")
     options = {}
     for name, value in values.items():
         is_path = fields_by_name[name].default is None and isinstance(value, str) and value
         options[name] = Path(value) if is_path else value
-        if (why := why_refused(fields_by_name[name], options[name])) is not None:
-            raise ValueError(f"{section}.{name} is {value!r}: {why}")
+        check(fields_by_name[name], options[name], f"{section}.{name}")
     return options
 
 

@@ -65,9 +65,7 @@ def load_corpus(data: Path | None = None) -> Corpus:
         return _load_folder(Path(sysconfig.get_paths()["stdlib"]), "Python's standard library", ".py", SKIPPED_FOLDERS)
     if data.is_dir():
         return _load_folder(data, str(data))
-    if not data.exists():
-        raise TrainError(f"no such file or folder: {data}")
-    if not data.is_file():
+    if data.exists() and not data.is_file():
         raise TrainError(f"{data} is not a regular file: give a text file or a folder of text files")
     try:
         text = data.read_bytes()
@@ -132,9 +130,9 @@ class Batches:
     def validation(self, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and targets of evenly spaced windows, in batches of at most B, the same ones each time."""
         last = len(self.corpus.validation) - self.context - 1
-        spaced = [last * index // max(windows - 1, 1) for index in range(windows)]
-        for starts in torch.tensor(sorted(set(spaced)), device="cpu").split(self.batch):
-            yield self._windows(self.corpus.validation, starts)
+        starts = (last * torch.arange(windows, device="cpu") // max(windows - 1, 1)).unique()
+        for batch in starts.split(self.batch):
+            yield self._windows(self.corpus.validation, batch)
 
     def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         windows = text[starts[:, None] + torch.arange(self.context + 1, device="cpu")]  # [B, C + 1]

@@ -192,8 +192,7 @@ class _Shared:
             if self.device.type == "cuda" and config.ranks.shard != ALONE:
                 torch.cuda.set_device(self.device)
             require_memory(config, self.device, ranks.size)
-        dtype = ranks.from_rank_0(lambda: settle_dtype(config, self.device, recipes).run.dtype)
-        self.config = replace(config, run=replace(config.run, dtype=dtype))
+        self.config = ranks.from_rank_0(lambda: settle_dtype(config, self.device, recipes))
         with ranks.together():
             self.corpus = corpus = corpus or load_corpus(config.data.data)
             corpus.require(config.model)
@@ -377,16 +376,15 @@ class _Inspection:
 
     def close(self) -> str:
         """Finish the record and remove the hooks; return "; " and where the first fault was, or ""."""
-        trace, recorder = self._trace, self._recorder
-        self._trace = self._recorder = None
-        if trace is not None:
-            trace.close()
-        fault = None if trace is None else trace.fault
-        if recorder is not None:
-            if fault is not None:
-                recorder.event("fault", str(fault))
-            recorder.close()
-        return "" if fault is None else f"; {fault.where}"
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return ""
+        trace.close()
+        if self._recorder is not None:
+            if trace.fault is not None:
+                self._recorder.event("fault", str(trace.fault))
+            self._recorder.close()
+        return "" if trace.fault is None else f"; {trace.fault.where}"
 
 
 def _due(step: int, interval: int) -> bool:

@@ -132,14 +132,13 @@ def share_of(batch: Tensor, ranks: Ranks) -> Tensor:
 
 def _mesh_of(config: TrainConfig, ranks: Ranks, device_type: str) -> Any:
     """Return the ranks as a mesh (data) or, under tensor parallelism, (data, tensor)."""
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if (sharing := config.ranks.tensor_parallel) == 1:
         return DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("data",))
     if ranks.size != dist.get_world_size():
         raise TrainError("tensor_parallel takes all ranks that were started: give no group of some of them")
-    numbers = torch.arange(ranks.size, device="cpu").view(-1, sharing)
-    return DeviceMesh(device_type, numbers, mesh_dim_names=("data", "tensor"))
+    return init_device_mesh(device_type, (ranks.size // sharing, sharing), mesh_dim_names=("data", "tensor"))
 
 
 def _parallelize(model: GPT, mesh: Any) -> None:

@@ -246,7 +246,6 @@ class Trainer:
             self.schedule.step(inputs.numel() * self.batch_ranks.size)
         if self.in_backward is not None:
             norm = self.in_backward.last_norm
-            norm = torch.zeros((), dtype=torch.float32, device="cpu") if norm is None else norm
         return self.batch_ranks.mean(total), whole(norm), lr
 
     @torch.no_grad()

@@ -50,7 +50,8 @@ def tune_here(options: argparse.Namespace) -> int:
     Raises:
         TuneError: without Triton or a GPU with native FP8.
     """
-    _require_gpu()
+    if not torch.cuda.is_available() or not runs_natively(torch.device("cuda", torch.cuda.current_device())):
+        raise TuneError("there is nothing to tune here: octavo's kernels run on NVIDIA GPUs with native FP8 (sm_89 on)")
     try:
         import triton
 
@@ -67,11 +68,6 @@ def tune_here(options: argparse.Namespace) -> int:
         cache_folder(make=True)
     versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
     return tune(None if options.toy else path, {"device": torch.cuda.get_device_name(), **versions}, options)
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available() or not runs_natively(torch.device("cuda", torch.cuda.current_device())):
-        raise TuneError("there is nothing to tune here: octavo's kernels run on NVIDIA GPUs with native FP8 (sm_89 on)")
 
 
 def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Namespace) -> int:

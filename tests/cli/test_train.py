@@ -21,7 +21,8 @@ def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):
     assert "delayed" in out and "nats/byte" in out and "here/loss.png" in out
     assert err.startswith("delayed: 6 steps on cpu; what is not FP8 is ") and "\nabout " in err
     assert "step 6/6" in err and "tokens/s" in err and " left" not in err.splitlines()[-1]
-    assert sorted(path.name for path in Path("here/delayed").iterdir()) == ["checkpoint", "config.json", "log.csv"]
+    files = sorted(path.name for path in Path("here/delayed").iterdir())
+    assert files == [".lock", "checkpoint", "config.json", "log.csv"]
     assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(Path("here/delayed/log.csv").read_text().splitlines()) == 7
 

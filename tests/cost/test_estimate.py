@@ -32,7 +32,7 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
 
     recipe, x = recipes.delayed(), torch.ones(8192, 512, requires_grad=True)
     works = work_of(on_meta(Gated()), (x,)).linears
-    assert [work.input_id for work in works] == [1, 1, 2]
+    assert [work.input_reader for work in works] == ["gate", "gate", "down"]
     both = recipe, octavo.RecipeMap(recipe, {"up": None})
     alone, apart = (estimate(Gated(), (x,), each, H200).casts for each in both)
     of_input, of_weight, of_grad = works[0].cast_seconds(recipe, H200).values()

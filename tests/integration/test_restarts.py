@@ -131,7 +131,7 @@ def test_a_run_whose_ranks_are_killed_is_the_unbroken_one(ranks, kills, more, tm
     assert trained(parts) == trained(whole)
     for folder in (whole, parts):
         assert len(list((folder / "checkpoint").iterdir())) == 2
-        assert sorted(path.name for path in folder.iterdir()) == ["checkpoint", "config.json", "log.csv"]
+        assert sorted(path.name for path in folder.iterdir()) == [".lock", "checkpoint", "config.json", "log.csv"]
 
 
 @pytest.mark.full

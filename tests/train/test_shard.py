@@ -181,7 +181,7 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
         assert not interrupted and again == whole
     assert rows(tmp_path / "whole" / recipe) == rows(tmp_path / "parts" / recipe) and len(whole) == 6
     remaining_names = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
-    assert remaining_names == ["checkpoint", "config.json", "log.csv"]
+    assert remaining_names == [".lock", "checkpoint", "config.json", "log.csv"]
     config = changed(config, run={"out": tmp_path / "half"}, ranks={"shard": "none", "tensor_parallel": 1})
     again = curve(run(config, recipe))
     assert nearly(again, whole, 0.05) and [loss for loss, _ in again[:3]] == [loss for loss, _ in part]

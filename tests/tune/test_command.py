@@ -102,8 +102,9 @@ def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pyte
 
 def test_on_a_gpu(tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(command, "runs_natively", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert cli.main(["tune", "amax", "--toy"]) == 0 and not tuned.TileTable.tuned_file().exists()
     assert cli.main(["tune", "amax"]) == 0

@@ -73,16 +73,15 @@ class MeshLayout:
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
     """Return ranks by kind, from a text such as "fsdp=8,tensor=8"."""
-    ranks_by_kind = dict.fromkeys(RANKS, 1)
-    named = set[str]()
+    ranks_by_kind: dict[str, int] = {}
     for part in text.split(","):
         kind, _, ranks = (word.strip() for word in part.partition("="))
         if kind not in RANKS or not ranks.isdecimal() or int(ranks) < 1:
             raise PlanError(f"--mesh {text}: {part!r} is not KIND=RANKS; kinds are {', '.join(RANKS)}")
-        if kind in named:
+        if kind in ranks_by_kind:
             raise PlanError(f"--mesh {text}: {kind} is named twice")
-        named.add(kind)
         ranks_by_kind[kind] = int(ranks)
+    ranks_by_kind = dict.fromkeys(RANKS, 1) | ranks_by_kind
     product = math.prod(ranks for kind, ranks in ranks_by_kind.items() if kind != "expert")
     if product != gpus:
         others = product // ranks_by_kind["fsdp"]

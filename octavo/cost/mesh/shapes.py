@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from octavo.cost.rates import PlanError
-from octavo.cost.work import ATTENTION_FLOP, Work, blocks_of, on_meta
+from octavo.cost.work import ATTENTION_FLOP, Blocks, Work, blocks_of, first_blocks, head_of
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
 MOST_BLOCKS = 8  # of a model that a plan looks at in place of all, if all are alike
@@ -92,13 +92,11 @@ class Shapes:
 
 def shortened(model: nn.Module) -> nn.Module:
     """Return a copy without memory, of at most MOST_BLOCKS blocks if all have the same parameters: a faster plan."""
-    twin, name = on_meta(model), blocks_of(model)
-    if name is None:
+    if (name := blocks_of(model)) is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
-    blocks: Any = twin.get_submodule(name)
-    if len({str([(key, p.shape) for key, p in block.named_parameters()]) for block in blocks}) == 1:
-        del blocks[MOST_BLOCKS:]
-    return twin
+    blocks: Any = model.get_submodule(name)
+    are_alike = len({str([(key, p.shape) for key, p in block.named_parameters()]) for block in blocks}) == 1
+    return first_blocks(model, name, MOST_BLOCKS if are_alike else len(blocks))
 
 
 def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, int] | None) -> Shapes:
@@ -110,12 +108,11 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     assert work.blocks is not None  # of ``shortened``
     name, count = work.blocks.name, work.blocks.size
     layers = sum(1 for _ in model.get_submodule(name).children())
-    block = _matrices(model, work, context)
+    block = _matrices(model, work, work.blocks, context)
     parameters_of_blocks = sum(p.numel() for p in model.get_submodule(name).parameters())
     vectors = parameters_of_blocks / layers - sum(weight.elements for weight in block)
-    if not (outside := [linear for linear in work.linears if not linear.name.startswith(f"{name}.")]):
+    if (head := head_of(work)) is None:
         raise PlanError("--gpus: the model has no linear layer after its blocks, whose output would be logits")
-    head = max(outside, key=lambda linear: linear.sizes.weight)
     other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes.weight
     embedding = Weight(max(0, other_parameters // head.in_features), head.in_features)
     saved_bytes = sum(size for kind, size in (saved or {}).items() if kind not in ("logits and loss", "weights"))
@@ -136,24 +133,22 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     )
 
 
-def _matrices(model: nn.Module, work: Work, context: int) -> list[Weight]:
+def _matrices(model: nn.Module, work: Work, blocks: Blocks, context: int) -> list[Weight]:
     """Return the matrices of an average block: layers side by side that read as many features are one matrix."""
-    assert work.blocks is not None
-    name, count = work.blocks.name, work.blocks.size
     tensor_plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or GPT_SPLITS
     style_of = {key.split("*.")[-1]: style for key, style in tensor_plan.items()}
     out_features: Counter[Any] = Counter()  # by block, parent module and what such layers have in common
     for linear in work.linears:
-        if linear.name.startswith(f"{name}."):
-            index, suffix = linear.name.removeprefix(f"{name}.").split(".", 1)
+        if linear.name.startswith(f"{blocks.name}."):
+            index, suffix = linear.name.removeprefix(f"{blocks.name}.").split(".", 1)
             style = style_of.get(suffix, style_of.get(suffix.removesuffix(".linear")))
             split = "experts" if linear.groups > 1 else {"colwise": "out", "rowwise": "in"}.get(str(style))
             common = (linear.in_features, split, linear.groups, linear.tokens / context)
             out_features[index, suffix.rpartition(".")[0], *common] += linear.out_features
     times = Counter((features, *key[2:]) for key, features in out_features.items())
     return [
-        Weight(rows, cols, True, split, held, used, blocks / count)
-        for (rows, cols, split, held, used), blocks in times.items()
+        Weight(rows, cols, True, split, held, used, count / blocks.size)
+        for (rows, cols, split, held, used), count in times.items()
     ]
 
 

@@ -12,7 +12,7 @@ from octavo.cost.from_flags import tokens_of
 from octavo.cost.mesh import shapes
 from octavo.cost.mesh.shapes import Weight
 from octavo.cost.rates import PlanError
-from octavo.cost.work import work_of
+from octavo.cost.work import on_meta, work_of
 from octavo.train import GPT, ModelConfig
 from tests.support.meshes import LLAMA
 
@@ -72,6 +72,6 @@ def test_models_that_can_not_be_shortened_or_have_no_head(monkeypatch: pytest.Mo
     assert len(shapes.shortened(OfBlocks(8, 8, 8, 8)).blocks) == 1  # type: ignore[arg-type]
     assert len(shapes.shortened(OfBlocks(8, 16, 8, 8)).blocks) == 3  # type: ignore[arg-type]
     model = OfBlocks(8, 8, 8)
-    work = work_of(shapes.on_meta(model), (torch.zeros(4, 8, device="meta"),))
+    work = work_of(on_meta(model), (torch.zeros(4, 8, device="meta"),))
     with pytest.raises(PlanError, match="--gpus: the model has no linear layer after its blocks"):
         shapes.shapes_of(model, work, 4, None)
