@@ -19,7 +19,7 @@ from octavo.cost.estimate import estimate
 from octavo.cost.from_flags import tokens_of
 from octavo.cost.mesh.servers import Hardware
 from octavo.cost.mesh.settings import RANKS, MeshLayout, Precision, mesh_of
-from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, shapes_of, shortened
+from octavo.cost.mesh.shapes import BF16, CODE, FLOAT, shapes_of
 from octavo.cost.mesh.step import RankStep
 from octavo.cost.rates import IN_BF16, PlanError, Rates
 from octavo.cost.steps import STORED
@@ -152,14 +152,14 @@ def plan(
     layout = MeshLayout(gpus, sequences, context, recomputed=recompute or 0.0, **ranks)
     if mesh:
         layout = layout.in_micro_batches(micro_batches)
-    short, inputs = shortened(model), tokens_of(context, context)
-    work = work_of(short, inputs)
+    inputs = tokens_of(context, context)
+    work = work_of(model, inputs)
 
     def rank_step(name: str, compiled: bool) -> RankStep:
         in_fp8, saved = name != IN_BF16, None
         if not compiled:
             recipe = getattr(recipes, name)() if in_fp8 else None
-            saved = estimate(short, inputs, recipe, rates, work=work, fuse=in_fp8 and fuse).memory.saved
+            saved = estimate(model, inputs, recipe, rates, work=work, fuse=in_fp8 and fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
         region_bytes = fp8_region_bytes(shapes.width) if checkpoint_in_fp8 else BF16
         precision = Precision(name, name, gathers=in_fp8, pairs=in_fp8, region_bytes=region_bytes, algorithm=algorithm)

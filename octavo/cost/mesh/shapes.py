@@ -15,10 +15,9 @@ from typing import Any, Literal
 from torch import nn
 
 from octavo.cost.rates import PlanError
-from octavo.cost.work import ATTENTION_FLOP, Blocks, Work, blocks_of, first_blocks, head_of
+from octavo.cost.work import ATTENTION_FLOP, Blocks, Work, head_of
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
-MOST_BLOCKS = 8  # of a model that a plan looks at in place of all, if all are alike
 # how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
 GPT_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
 
@@ -90,22 +89,14 @@ class Shapes:
         return replace(self, layers=math.ceil(self.layers / pipeline), block=tuple(map(part, self.block)), root=root)
 
 
-def shortened(model: nn.Module) -> nn.Module:
-    """Return a copy without memory, of at most MOST_BLOCKS blocks if all have the same parameters: a faster plan."""
-    if (name := blocks_of(model)) is None:
-        raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
-    blocks: Any = model.get_submodule(name)
-    are_alike = len({str([(key, p.shape) for key, p in block.named_parameters()]) for block in blocks}) == 1
-    return first_blocks(model, name, MOST_BLOCKS if are_alike else len(blocks))
-
-
 def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, int] | None) -> Shapes:
     """Return a model's Shapes; layers that read one input are one matrix, and all layers in blocks are converted.
 
-    ``work`` is that of a step of one sequence of ``context`` tokens, of the model or its ``shortened``; ``saved``: the
+    ``work`` is that of a step of one sequence of ``context`` tokens, of the model; ``saved``: the
     bytes by kind that its forward saves in eager, where each operation is a launch; None: it is compiled.
     """
-    assert work.blocks is not None  # of ``shortened``
+    if work.blocks is None:
+        raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
     name, count = work.blocks.name, work.blocks.size
     layers = sum(1 for _ in model.get_submodule(name).children())
     block = _matrices(model, work, work.blocks, context)

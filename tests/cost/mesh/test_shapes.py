@@ -22,21 +22,19 @@ def meta(model_class: type, config: object) -> torch.nn.Module:
         return model_class(config).bfloat16()  # type: ignore[no-any-return]
 
 
-def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "MOST_BLOCKS", 1)
+def test_shapes_are_the_models() -> None:
     model = meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, num_hidden_layers=2))
-    short = shapes.shortened(model)
-    counted = shapes.shapes_of(model, work_of(short, tokens_of(64, 64)), 64, None)
+    work = work_of(model, tokens_of(64, 64))
+    counted = shapes.shapes_of(model, work, 64, None)
     assert counted.block[:4] == (
         Weight(64 + 2 * 32, 64, True, "out"), Weight(64, 64, True, "in"), Weight(2 * 176, 64, True, "out"),
         Weight(64, 176, True, "in"),
     )  # fmt: skip
     assert (counted.layers, counted.width, counted.heads, counted.attention_features) == (2, 64, (4, 2), 64)
     assert counted.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=64)
-    assert len(short.model.layers) == 1 and len(model.model.layers) == 2  # type: ignore[union-attr,arg-type]
     ideal = 10 * 64 + 2 * (64 + 2 * 32) + 3 * 176  # read and written by kernels that are fused by hand
     assert ideal < counted.elementwise_elements < 2 * ideal
-    whole = shapes.shapes_of(model, work_of(model, tokens_of(64, 64)), 64, {"norms": 6400})
+    whole = shapes.shapes_of(model, work, 64, {"norms": 6400})
     # asking for a device is no launch
     assert whole.block == counted.block and 20 < whole.launches < 150 and counted.launches == 0
     assert whole.elementwise_elements > 2 * counted.elementwise_elements and whole.saved_bytes == 6400 / 64 / 2
@@ -45,12 +43,10 @@ def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shapes_of_the_trainers_models_with_and_without_experts() -> None:
     for experts, splits in ((0, ["out", "in", "out", "in"]), (4, ["out", "in", None, "experts", "experts"])):
         model = meta(GPT, ModelConfig(64, 2, 2, 32, experts=experts, top_k=2 if experts else 1))
-        work = work_of(shapes.shortened(model), tokens_of(32, 32))
+        work = work_of(model, tokens_of(32, 32))
         block = shapes.shapes_of(model, work, 32, {"inputs of layers": 6400}).block
         assert [weight.split for weight in block[:-1]] == splits
         assert [(w.held, w.used) for w in block if w.split == "experts"] == [(4, 2), (4, 2)] * bool(experts)
-    with pytest.raises(PlanError, match="no list of blocks"):
-        shapes.shortened(torch.nn.Linear(4, 4))
 
 
 class OfBlocks(torch.nn.Module):
@@ -67,11 +63,8 @@ class OfBlocks(torch.nn.Module):
         return x
 
 
-def test_models_that_can_not_be_shortened_or_have_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "MOST_BLOCKS", 1)
-    assert len(shapes.shortened(OfBlocks(8, 8, 8, 8)).blocks) == 1  # type: ignore[arg-type]
-    assert len(shapes.shortened(OfBlocks(8, 16, 8, 8)).blocks) == 3  # type: ignore[arg-type]
-    model = OfBlocks(8, 8, 8)
-    work = work_of(on_meta(model), (torch.zeros(4, 8, device="meta"),))
-    with pytest.raises(PlanError, match="--gpus: the model has no linear layer after its blocks"):
-        shapes.shapes_of(model, work, 4, None)
+def test_models_without_a_list_of_blocks_or_a_head() -> None:
+    for model, message in ((torch.nn.Linear(8, 8), "no list of blocks"), (OfBlocks(8, 8, 8), "no linear layer after")):
+        work = work_of(on_meta(model), (torch.zeros(4, 8, device="meta"),))
+        with pytest.raises(PlanError, match=f"--gpus: the model has {message}"):
+            shapes.shapes_of(model, work, 4, None)
