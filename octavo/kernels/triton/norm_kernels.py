@@ -262,9 +262,9 @@ def norm_blocks_kernel(
     for back in range(0, last + 1, tiling.block_c):
         tile, _ = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
         place = (group, (last - back) // tiling.block_c)
-        store_blocks(tile, 0, place, x, first_out, scaling, tiling)
+        store_blocks(tile, 0, place, rows, x, first_out, scaling, tiling)
         if second_scaling is not None:
-            store_blocks(tile, 0, place, x, second_out, second_scaling, tiling)
+            store_blocks(tile, 0, place, rows, x, second_out, second_scaling, tiling)
 
 
 @triton.jit
