@@ -241,7 +241,7 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     if kernel.name not in _WITHOUT_TILES and min(loads, default=0) < bits:
         misses.append(f"loads of {sorted(loads) or 'no'} bits")
     updates = kernel.name == "optimizer_step_kernel" and bool(stores)  # some launches only look
-    only_reads = kernel.name in ("cast_statistics_kernel", "group_statistics_kernel", "note_faults_kernel")
+    only_reads = kernel.name in ("cast_statistics_kernel", "note_faults_kernel")
     if (formats or tensor_core or updates) and not only_reads and min(stores, default=0) < bits:
         misses.append(f"stores of {sorted(stores) or 'no'} bits")
     return {

@@ -142,4 +142,4 @@ def test_launches_of_what_inspect_reads(kernels: TritonKernels, monkeypatch: pyt
         q, _, scale_inv, _ = REFERENCE["cast"](x, None, 0, E5M2, (-1, -1), False, 0, offsets=ends)
         sums, extremes = torch.zeros(3, 71, dtype=torch.float64, device=x.device), torch.zeros(3, 3, device=x.device)
         kernels.cast_statistics(x, q, scale_inv, (-1, -1), sums, extremes, ends)
-        assert launched[1:] == ["group_statistics_kernel"]
+        assert launched[1:] == ["cast_statistics_kernel"]

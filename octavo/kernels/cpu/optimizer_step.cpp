@@ -38,7 +38,7 @@ struct Master {
 
 struct Step {
     float weight1, square, beta2, kept, coupled_decay, divisor, correction2_inv, eps, limit, rate;
-    int32_t maximize;
+    float maximize; // 1 or 0
 };
 
 struct Update {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+import struct
+from ctypes import c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, Format
+from octavo.formats import E4M3
 from octavo.kernels.cpu.codes import KINDS, threads_for
 from octavo.kernels.cpu.library import library
 from octavo.kernels.reference.optimizer_state import MASTER_KINDS, Fp8Weight, Master, MomentTensors
@@ -19,35 +20,9 @@ _KINDS = {**KINDS, torch.uint8: len(KINDS)}
 _MASTERS = list(MASTER_KINDS)
 
 
-def _structure(name: str, **fields: type) -> type[ctypes.Structure]:
-    """Return a C structure of these fields, in their order."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-_INTEGERS = "mantissa_bits bias max_code nan_code is_signed has_inf".split()
-_NUMBERS = "weight1 square beta2 kept coupled_decay divisor correction2_inv eps limit rate".split()
-_FormatFields = _structure("Format", **dict.fromkeys(_INTEGERS, c_int32), max=c_float, smallest_normal=c_float)
-_MomentFields = _structure(
-    "Moment",
-    **dict.fromkeys(("data", "scale_inv", "scale"), c_void_p),
-    **dict.fromkeys(("kind", "one_scale", "root", "stochastic", "hybrid"), c_int32),
-    format=_FormatFields,
-)
-_MasterFields = _structure(
-    "Master",
-    **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "block_amax"), c_void_p),
-    **dict.fromkeys(("kind", "has_blocks", "is_random"), c_int32),
-)
-_StepFields = _structure("Step", **dict.fromkeys(_NUMBERS, c_float), maximize=c_int32)
-_UpdateFields = _structure(
-    "Update",
-    master=_MasterFields,
-    moments=_MomentFields * 2,
-    **dict.fromkeys(("gradient", "gradient_scale_inv"), c_void_p),
-    **dict.fromkeys(("rows", "cols", "first_row", "first_col", "row_length"), c_int64),
-    **dict.fromkeys(("moment_key", "master_key"), c_uint32),
-    **dict.fromkeys(("gradient_kind", "gradient_by_rows"), c_int32),
-)
+# optimizer_step.cpp's structures, field by field: Master, Moment and Update, where 0P is the padding at an end
+_MASTER, _MOMENT = "5P3i0P", "3P5i6i2f0P"
+_UPDATE = struct.Struct(f"{_MASTER}{_MOMENT}{_MOMENT}2P5q2I2i")
 
 
 def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float) -> bool:
@@ -68,18 +43,17 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
         return False
     rows, cols = update.gradient.shape
     scale_inv, bits = update.gradient_scale_inv, update.bits
-    fields = _UpdateFields(
-        _master(update.master),
-        (_MomentFields * 2)(*map(_moment, update.moments)),
-        update.gradient.data_ptr(),
-        _pointer(scale_inv),
+    fields = _UPDATE.pack(
+        *_master(update.master),
+        *(field for moment in update.moments for field in _moment(moment)),
+        *(update.gradient.data_ptr(), _pointer(scale_inv)),
         *(rows, cols, bits.first_row, bits.first_col, bits.row_length or cols),
         *(key_of(bits.key, step.number, stream) for stream in (0, 1)),
         *(_KINDS[update.gradient.dtype], scale_inv is not None and scale_inv.shape[0] == rows),
     )
     numbers, threads = _numbers(step, divisor), threads_for(rows * cols)
     amaxes = torch.zeros(3, dtype=torch.float32, device="cpu")
-    compiled.octavo_adam(ctypes.byref(fields), ctypes.byref(numbers), c_int64(threads), c_void_p(amaxes.data_ptr()))
+    compiled.octavo_adam(fields, numbers, c_int64(threads), c_void_p(amaxes.data_ptr()))
     for stored, largest in zip((*update.moments, update.master), amaxes, strict=True):
         if not (isinstance(stored, Fp8Weight) and stored.has_blocks):
             stored.raise_amax_written(largest)
@@ -91,41 +65,37 @@ def _tensors_of(stored: Master | MomentTensors) -> list[Tensor]:
     return [value for value in vars(stored).values() if isinstance(value, Tensor)]
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-def _numbers(step: AdamStep, divisor: float) -> ctypes.Structure:
-    """Return a step's numbers as the reference computes them, in float64; each becomes float32 here, as in torch."""
+def _numbers(step: AdamStep, divisor: float) -> ctypes.Array[c_float]:
+    """Return optimizer_step.cpp's Step, as the reference computes it, in float64; each becomes float32, as in torch."""
     assert step.max_update is not None
     group, limit = step.group, step.max_update * step.correction1
-    return _StepFields(
+    numbers = (
         *(1 - group.beta1, 1 - group.beta2, group.beta2, 1 - step.lr * step.decoupled_decay, step.coupled_decay),
         *(divisor, 1 / step.correction2, group.eps, limit, -step.lr / step.correction1),
         step.maximize,
     )
+    return (c_float * len(numbers))(*numbers)
 
 
-def _format(fmt: Format) -> ctypes.Structure:
-    """Return a format as optimizer_step.cpp reads it."""
-    integers = (fmt.mantissa_bits, fmt.bias, fmt.max_code, fmt.nan_code, fmt.signed, fmt.has_inf)
-    return _FormatFields(*integers, fmt.max, fmt.smallest_normal)
-
-
-def _moment(moment: MomentTensors) -> ctypes.Structure:
-    """Return a moment as optimizer_step.cpp reads it."""
-    one_scale = moment.scale_inv is not None and moment.scale_inv.numel() == 1
-    return _MomentFields(
+def _moment(moment: MomentTensors) -> tuple[float, ...]:
+    """Return the fields of optimizer_step.cpp's Moment, which end with its format's."""
+    one_scale, fmt = moment.scale_inv is not None and moment.scale_inv.numel() == 1, moment.fmt or E4M3
+    return (
         *(moment.data.data_ptr(), _pointer(moment.scale_inv), _pointer(moment.scale), _KINDS[moment.data.dtype]),
         *(one_scale, moment.root, moment.rounding == "stochastic", moment.rounding == "hybrid"),
-        _format(moment.fmt or E4M3),
+        *(fmt.mantissa_bits, fmt.bias, fmt.max_code, fmt.nan_code, fmt.signed, fmt.has_inf),
+        *(fmt.max, fmt.smallest_normal),
     )
 
 
-def _master(master: Master) -> ctypes.Structure:
-    """Return a master as optimizer_step.cpp reads it."""
-    return _MasterFields(
+def _master(master: Master) -> tuple[int, ...]:
+    """Return the fields of optimizer_step.cpp's Master."""
+    return (
         *(master.weight.data_ptr(), _pointer(master.low_bits), _pointer(master.scale_inv), _pointer(master.scale)),
-        *(_pointer(master.amax_written) if master.has_blocks else None, _MASTERS.index(master.kind), master.has_blocks),
+        *(_pointer(master.amax_written) if master.has_blocks else 0, _MASTERS.index(master.kind), master.has_blocks),
         master.is_random,
     )

@@ -14,6 +14,7 @@ from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads, Scaling
 from octavo.kernels.layouts import is_small_block, padded_size
+from octavo.kernels.triton.groups import Grouping, Groups
 from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, config, launch, multiprocessors, tile_size
 from octavo.kernels.triton.prologue import Function, HeadGradients, Input, NormFactors
 from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
@@ -69,7 +70,7 @@ class CastInput(NamedTuple):
     """x, and the function of it that is cast.
 
     rows, cols: of a half, where a gated gradient writes two, which lie along the columns. extra: what the
-    function reads besides x.
+    function reads besides x. groups: of rows in groups, as kernels read them.
     """
 
     x: Tensor
@@ -78,6 +79,7 @@ class CastInput(NamedTuple):
     extra: Input | NormFactors | HeadGradients | None = None
     function: Function = Function()
     halves: int = 1
+    groups: tuple[Groups, Grouping] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,13 +130,21 @@ class CastInput(NamedTuple):
             codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
-        """Return how programs share what is cast: (strips of columns, groups of rows in a strip, tiling).
+        """Return how programs share what is cast: (strips of columns, programs of a strip, tiling).
 
         ``tiles``: the most that a program does; fewer where a multiprocessor would otherwise have under three programs.
         """
         shape = self.rows, self.cols
         enough = 3 * multiprocessors(self.x.get_device())
-        return _shares(shape, enough, block_r, block_c, tiles, one_tile, self.halves == 2, fold)
+        shares = strips, heights, tiling = _shares(
+            shape, enough, block_r, block_c, tiles, one_tile, self.halves == 2, fold
+        )
+        if self.groups is None:
+            return shares
+        groups, grouping = self.groups
+        if grouping.ragged:  # a number that is enough for any groups
+            heights = self.rows // (tiling.tiles * block_r) + groups.count + 1
+        return strips, heights, tiling._replace(even=False, grouped=True)
 
     def with_parts(self, sums: Tensor | None, groups: int) -> tuple[Tensor, Tensor] | None:
         """Return (column sums, memory for the parts that so many groups of programs leave), None without sums."""

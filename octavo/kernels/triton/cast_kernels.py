@@ -15,6 +15,9 @@ work (int32, all 0 before and after). For a tensor: [0] the bits of the shared a
 for each strip with column sums. For lines: the bits of the columns' amaxes and of the rows', a counter for each strip,
 one for each group.
 
+The kernels of rows and of blocks cast rows in groups too (``tiling.grouped``, grouped_cast.py): then ``place`` is a
+program's GroupOfProgram, and ``local`` are rows of its group; else these are rows of x.
+
 ``produce`` returns a tile and, where ``tiling.halves`` (a gated activation's gradient), the tile of the matrix's other
 half of columns, ``other_half``. Names with ``second`` are of the second of two scalings.
 """
@@ -37,6 +40,7 @@ from octavo.kernels.triton.delayed_update import (
     scale_of_pass,
     state_and_update,
 )
+from octavo.kernels.triton.groups import locate
 from octavo.kernels.triton.launch import Config, with_room_for, workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
@@ -56,6 +60,36 @@ from octavo.kernels.triton.tiles import (
     store_tiles,
     take_amax,
 )
+
+
+@triton.jit
+def produce_of_group(
+    x, extra, place, local, cols, function: tl.constexpr, grouping: tl.constexpr, tiling: tl.constexpr
+):
+    """Return ``produce`` of the rows ``local``."""
+    if tiling.grouped:
+        is_mine = local < place.size
+        rows = tl.where(is_mine, place.start + local, x.R)
+        H_ROWS: tl.constexpr = grouping.h_tile_r
+        scale_rows = tl.where(is_mine, place.h_row + local // H_ROWS, 0)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even, scale_rows)
+    else:
+        tile, other_half = produce(x, extra, local, cols, function, tiling.even)
+    return tile, other_half
+
+
+@triton.jit
+def places_of_codes(x, codes, place, local, tiling: tl.constexpr):
+    """Return where codes of the rows ``local`` go: (rows, R where there are none; transposed columns; their end)."""
+    if tiling.grouped:
+        rows = tl.where(local < place.height, place.start + local, x.R)
+        columns = place.column + local
+        end = place.column + place.columns
+    else:
+        rows = local
+        columns = local
+        end = codes.t_stride
+    return rows, columns, end
 
 
 @triton.jit
@@ -261,52 +295,52 @@ def cast_by_tensor(
 def cast_rows_kernel(
     x,
     extra,
+    groups,  # Groups, or None
     out,  # Outputs
     function: tl.constexpr,  # Function
+    grouping: tl.constexpr,  # Grouping, or None
     rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with a scale for each row."""
-    rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
+    place = locate(groups, tl.program_id(0), x.R, tiling.block_r, grouping)
+    local = place.first + tl.arange(0, tiling.block_r)
     cols = tl.arange(0, tiling.block_c)
-    tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
+    tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
     largest = larger(tile, other_half, tiling)
     if not tiling.one_tile:
         for start in range(tiling.block_c, x.C, tiling.block_c):
-            more, more_of_half = produce(x, extra, rows, start + cols, function, tiling.even)
+            more, more_of_half = produce_of_group(x, extra, place, local, start + cols, function, grouping, tiling)
             largest = tl.maximum(largest, larger(more, more_of_half, tiling))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
+    rows, columns, end = places_of_codes(x, out.codes, place, local, tiling)
     tl.store(out.amax + rows, amax, mask=rows < x.R)
     tl.store(out.scale_inv + rows, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
     scale = scale[:, None]
+    E5M2: tl.constexpr = rounding.e5m2
     if tiling.one_tile:
-        store_tiles(tile, other_half, scale, scale, out.codes, rows, cols, x, rounding.e5m2, tiling)
+        store_tiles(tile, other_half, scale, scale, out.codes, rows, cols, x, E5M2, tiling, columns, end)
     else:
         for start in range(0, x.C, tiling.block_c):
-            tile, other_half = produce(x, extra, rows, start + cols, function, tiling.even)
-            store_tiles(tile, other_half, scale, scale, out.codes, rows, start + cols, x, rounding.e5m2, tiling)
-
-
-def row_tile(inputs: CastInput) -> tuple[Config, int]:
-    """Return (a configuration whose tile is no wider than a row, the width that holds a row and its padding).
-
-    Of narrow rows a program has as many as fill half a tile.
-    """
-    chosen = inputs.config("cast_rows")
-    widest = max(PADDING, triton.next_power_of_2(inputs.cols))
-    block_c = min(chosen.block_c, widest)
-    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    return chosen._replace(block_r=block_r, block_c=block_c), widest
+            tile, other_half = produce_of_group(x, extra, place, local, start + cols, function, grouping, tiling)
+            store_tiles(tile, other_half, scale, scale, out.codes, rows, start + cols, x, E5M2, tiling, columns, end)
 
 
 def cast_by_row(inputs: CastInput, scaling: Scaling, out: Outputs) -> None:
     """Cast with a scale for each row, one launch."""
-    if inputs.rows == 0:
+    if inputs.rows == 0 and inputs.groups is None:
         return
-    chosen, widest = row_tile(inputs)
-    _, programs, tiling = inputs.tiling(chosen.block_r, chosen.block_c, one_tile=widest <= chosen.block_c)
-    inputs.launch(cast_rows_kernel, programs, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
+    groups, grouping = inputs.groups or (None, None)
+    chosen = inputs.config("cast_rows")
+    widest = max(PADDING, triton.next_power_of_2(inputs.cols))  # holds a row and its padding
+    block_c = min(chosen.block_c, widest)
+    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))  # as many narrow rows as fill half a tile
+    if grouping is not None and out.codes.t is not None:  # a program writes a transposed row's padding too
+        block_r, block_c = max(grouping.pad, block_r), min(block_c, 256)
+    _, programs, tiling = inputs.tiling(block_r, block_c, one_tile=widest <= block_c)
+    constants = grouping, rounding_of(scaling), tiling
+    inputs.launch(cast_rows_kernel, programs, chosen.num_warps, (groups, out), constants)
 
 
 LINES = (1, ALL), (ALL, 1)
@@ -469,8 +503,17 @@ def swizzled_place(row, col, cols):
 
 
 @triton.jit
-def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_end, width, scaling: tl.constexpr):
-    """Write blocks' scale_inv and amax from a row and column on, up to the ends, of ``width`` blocks a row."""
+def store_scales(amax, scale, HALF: tl.constexpr, at, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Write scale_inv and amax of one half's blocks [height, width], which begin at (block row in a group, strip)."""
+    blocks_c = tl.cdiv(x.C, scaling.block[1])
+    first_col = HALF * blocks_c + at[1] * amax.shape[1]
+    cols_end = (HALF + 1) * blocks_c
+    first_row = at[0]
+    if tiling.grouped:
+        rows_end = place.scale_row + place.scale_rows
+        first_row += place.scale_row
+    else:
+        rows_end = tl.cdiv(x.R, scaling.block[0])
     row = first_row + tl.arange(0, amax.shape[0])
     col = first_col + tl.arange(0, amax.shape[1])
     mask = (row < rows_end)[:, None] & (col < cols_end)[None, :]
@@ -478,6 +521,7 @@ def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_en
     places = offsets
     if scaling.swizzles:
         if scaling.block[0] == 1:
+            width = 2 * blocks_c if tiling.halves else blocks_c
             places = swizzled_place(row[:, None], col[None, :], width)
         else:
             places = swizzled_place(col[None, :], row[:, None], rows_end)
@@ -487,76 +531,99 @@ def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_en
 
 
 @triton.jit
-def store_scales(amax, scale, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write scale_inv and amax of one half's blocks [height, width], which begin at place: (block row, strip)."""
-    blocks_c = tl.cdiv(x.C, scaling.block[1])
-    end = tl.cdiv(x.R, scaling.block[0])
-    first_col = HALF * blocks_c + place[1] * amax.shape[1]
-    width = 2 * blocks_c if tiling.halves else blocks_c
-    store_block_scales(amax, scale, out, place[0], end, first_col, (HALF + 1) * blocks_c, width, scaling)
-
-
-@triton.jit
-def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall=None):
+def store_blocks(
+    tile, HALF: tl.constexpr, at, local, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall=None, place=None
+):
     """Write a float32 tile in one scaling to the Outputs out: codes, scale_inv, amax.
 
-    HALF: which of two halves the tile belongs to; place: (row of tiles, strip of columns); x has R and C, a half's.
-    tall [1, BC]: the scales of blocks higher than the tile, which are written already; else blocks divide the tile.
+    HALF: which of two halves the tile belongs to; x has R and C, a half's. at: (row of tiles, strip of columns), of
+    rows in groups (the tile's first row in its group, strip); local: the tile's rows. tall [1, BC]: the scales of
+    blocks higher than the tile, which are written already; else blocks divide the tile.
     """
-    BR: tl.constexpr = tiling.block_r
-    BC: tl.constexpr = tiling.block_c
-    rows = place[0] * BR + tl.arange(0, BR)
-    cols = place[1] * BC + tl.arange(0, BC)
+    ROWS: tl.constexpr = scaling.block[0]
+    cols = at[1] * tiling.block_c + tl.arange(0, tiling.block_c)
     if tall is None:
         codes, amax, scale = encode_blocks(tile, scaling, tiling)
-        store_scales(amax, scale, HALF, (place[0] * (BR // scaling.block[0]), place[1]), x, out, scaling, tiling)
+        block_row = at[0] // ROWS if tiling.grouped else at[0] * (tiling.block_r // ROWS)
+        store_scales(amax, scale, HALF, (block_row, at[1]), place, x, out, scaling, tiling)
     else:
         codes = encode(tile, tall, scaling.e5m2)
     HALF_OF_TWO: tl.constexpr = HALF if tiling.halves else None
-    store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF_OF_TWO)
+    rows, columns, end = places_of_codes(x, out.codes, place, local, tiling)
+    store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF_OF_TWO, columns, end)
 
 
 @triton.jit
-def tall_blocks(largest, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Return (amax, scale, columns' scales [1, BC]) of blocks as high as a program's part, from column amaxes [BC]."""
+def tall_scales(largest, HALF: tl.constexpr, at, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Write the amax and scale_inv of blocks as high as a program's part, from what column_amaxes returned of a half.
+
+    Return their columns' scales [1, BC].
+    """
     BLOCKS: tl.constexpr = tiling.block_c // scaling.block[1]
+    if len(largest.shape) == 2:
+        largest = tl.max(largest, 0)
     amax = tl.max(tl.reshape(largest, [1, BLOCKS, scaling.block[1]]), 2)
     scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
     wide = tl.broadcast_to(scale[:, :, None], [1, BLOCKS, scaling.block[1]])
-    return amax, scale, tl.reshape(wide, [1, tiling.block_c])
-
-
-@triton.jit
-def tall_scales(largest, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write the amax and scale_inv of blocks as high as a program's part. Return their columns' scales [1, BC]."""
-    amax, scale, scales = tall_blocks(largest, scaling, tiling)
-    store_scales(amax, scale, HALF, place, x, out, scaling, tiling)
+    scales = tl.reshape(wide, [1, tiling.block_c])
+    store_scales(amax, scale, HALF, at, place, x, out, scaling, tiling)
     return scales
 
 
 @triton.jit
-def column_amaxes(x, extra, place, cols, function: tl.constexpr, tiling: tl.constexpr):
-    """Return the amaxes of the columns [BC] of a program's part, and of its other half."""
+def column_amaxes(x, extra, part, place, cols, function: tl.constexpr, grouping: tl.constexpr, tiling: tl.constexpr):
+    """Return the amaxes of the columns [BC] of a program's part, and of its other half; in groups those [BR, BC]."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        rows = (place[0] * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
+        if tiling.grouped:
+            first_row = place.first + i * tiling.block_r
+        else:
+            first_row = (part * tiling.tiles + i) * tiling.block_r
+        local = first_row + tl.arange(0, tiling.block_r)
+        tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
             largest_of_half = tl.maximum(largest_of_half, finite_abs(other_half))
-    return tl.max(largest, 0), tl.max(largest_of_half, 0)
+    amaxes = tl.max(largest, 0)
+    if not tiling.grouped:
+        largest_of_half = tl.max(largest_of_half, 0)
+    return amaxes, largest_of_half
+
+
+@triton.jit
+def tile_from_end(part, place, i, tiling: tl.constexpr):
+    """Return (where the tile above a program's last ``i`` begins, as store_blocks takes it; its rows)."""
+    if tiling.grouped:
+        row = place.first + (tiling.tiles - 1 - i) * tiling.block_r
+        local = row + tl.arange(0, tiling.block_r)
+    else:
+        row = part * tiling.tiles + tiling.tiles - 1 - i
+        local = row * tiling.block_r + tl.arange(0, tiling.block_r)
+    return row, local
+
+
+@triton.jit
+def store_halves(
+    tile, other_half, at, local, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall, tall_of_half, place=None
+):
+    """Write what ``produce`` returned as store_blocks does."""
+    store_blocks(tile, 0, at, local, x, out, scaling, tiling, tall, place)
+    if tiling.halves:
+        store_blocks(other_half, 1, at, local, x, out, scaling, tiling, tall_of_half, place)
 
 
 @triton.jit
 def cast_blocks_kernel(
     x,
     extra,
+    groups,  # Groups, or None
     first,  # Outputs of the first scaling
     second,  # outputs of the second scaling, or None
     sums,  # None, or (column sums, their parts [halves, groups, C])
     work_ptr,
     function: tl.constexpr,  # Function
+    grouping: tl.constexpr,  # Grouping, or None
     scaling: tl.constexpr,  # Rounding of the first
     second_scaling: tl.constexpr,  # None for one scaling
     tiling: tl.constexpr,  # Tiling
@@ -569,48 +636,47 @@ def cast_blocks_kernel(
     program = tl.program_id(0)
     if function.name == "norm":
         program = tl.num_programs(0) - 1 - program  # what the statistics' launch read last is still in the cache
-    place = (program // strips, program % strips)
-    cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
-    tall = None  # scales, of each half
-    tall_of_half = None
-    second_tall = None
-    second_tall_of_half = None
+    if not tiling.grouped:
+        part = program // strips
+    strip = program % strips
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    place = locate(groups, program // strips, x.R, tiling.tiles * tiling.block_r, grouping)
+    if tiling.grouped:
+        part = place.first // scaling.block[0]
+    at = (part, strip)
+    tall, tall_of_half = None, None  # scales, of each half
+    second_tall, second_tall_of_half = None, None
     if tiling.tiles > 1:
-        largest, largest_of_half = column_amaxes(x, extra, place, cols, function, tiling)
+        largest, largest_of_half = column_amaxes(x, extra, part, place, cols, function, grouping, tiling)
         if scaling.block[0] > tiling.block_r:
-            tall = tall_scales(largest, 0, place, x, first, scaling, tiling)
+            tall = tall_scales(largest, 0, at, place, x, first, scaling, tiling)
             if tiling.halves:
-                tall_of_half = tall_scales(largest_of_half, 1, place, x, first, scaling, tiling)
+                tall_of_half = tall_scales(largest_of_half, 1, at, place, x, first, scaling, tiling)
         if second_scaling is not None:
             if second_scaling.block[0] > tiling.block_r:
-                second_tall = tall_scales(largest, 0, place, x, second, second_scaling, tiling)
+                second_tall = tall_scales(largest, 0, at, place, x, second, second_scaling, tiling)
                 if tiling.halves:
-                    second_tall_of_half = tall_scales(largest_of_half, 1, place, x, second, second_scaling, tiling)
+                    second_tall_of_half = tall_scales(largest_of_half, 1, at, place, x, second, second_scaling, tiling)
     total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):  # upwards: the tile that was read last is in the nearest cache
-        at = (place[0] * tiling.tiles + tiling.tiles - 1 - i, place[1])
-        rows = at[0] * tiling.block_r + tl.arange(0, tiling.block_r)
-        tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
+        row, local = tile_from_end(part, place, i, tiling)
+        at = (row, strip)
+        tile, half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         if sums is not None:
             total += tile if function.name == "" else rounded(tile)
             if tiling.halves:
-                total_of_half += rounded(other_half)
-        store_blocks(tile, 0, at, x, first, scaling, tiling, tall)
-        if tiling.halves:
-            store_blocks(other_half, 1, at, x, first, scaling, tiling, tall_of_half)
+                total_of_half += rounded(half)
+        store_halves(tile, half, at, local, x, first, scaling, tiling, tall, tall_of_half, place)
         if second_scaling is not None:
             if function.name == "" and tiling.tiles == 1 and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
                 tile = kept_narrow(tile, x.ptr.dtype.element_ty)
-            store_blocks(tile, 0, at, x, second, second_scaling, tiling, second_tall)
-            if tiling.halves:
-                store_blocks(other_half, 1, at, x, second, second_scaling, tiling, second_tall_of_half)
+            store_halves(tile, half, at, local, x, second, second_scaling, tiling, second_tall, second_tall_of_half)
     if sums is not None:
         total = tl.sum(total, 0)
         total_of_half = tl.sum(total_of_half, 0)
-        groups = tl.num_programs(0) // strips
-        counter_ptr = work_ptr + place[1]
-        finish_column_sums(total, total_of_half, sums, counter_ptr, place[0], groups, cols, x.C, tiling.halves)
+        parts = tl.num_programs(0) // strips
+        finish_column_sums(total, total_of_half, sums, work_ptr + strip, part, parts, cols, x.C, tiling.halves)
 
 
 def tiles_of_blocks(inputs: CastInput, kind: str, *blocks: Tile) -> tuple[Config, int, int]:
@@ -634,9 +700,10 @@ def cast_by_block(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scali
     second_scaling, second_out = others[0] if others else (None, None)
     kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
     chosen, tiles, num_warps = tiles_of_blocks(inputs, kind, scaling.tile, (second_scaling or scaling).tile)
-    strips, groups, tiling = inputs.tiling(chosen.block_r * tiles, chosen.block_c)
+    strips, heights, tiling = inputs.tiling(chosen.block_r * tiles, chosen.block_c)
     work = None if sums is None else workspace(inputs.x, strips)
     roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
-    arguments = out, second_out, inputs.with_parts(sums, groups), work
-    constants = *roundings, tiling._replace(block_r=chosen.block_r, tiles=tiles)
-    inputs.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, constants)
+    groups, grouping = inputs.groups or (None, None)
+    arguments = groups, out, second_out, inputs.with_parts(sums, heights), work
+    constants = grouping, *roundings, tiling._replace(block_r=chosen.block_r, tiles=tiles)
+    inputs.launch(cast_blocks_kernel, strips * heights, num_warps, arguments, constants)

@@ -16,7 +16,7 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import Counted, CountedCast, WatchedOperand
 from octavo.kernels.reference.cast_statistics import LARGEST_CODES
 from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
-from octavo.kernels.triton.groups import locate, on_device, whole_matrix
+from octavo.kernels.triton.groups import locate, on_device
 from octavo.kernels.triton.launch import as_argument, launch
 from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, load_tile, raise_amax
 
@@ -40,32 +40,19 @@ class Counting(NamedTuple):
 def cast_statistics_kernel(
     x,  # Source
     q,  # Source of codes, of any padding
-    scale_inv,  # Source, whose R and C are a tile's rows and columns
+    scale_inv,  # Source, whose R and C are a tile's rows and columns; of rows in groups as grouped_cast writes it
+    groups,  # Groups, or None
     sums_ptr,
     extremes_ptr,
     counting: tl.constexpr,  # Counting
+    grouping: tl.constexpr,  # Grouping, or None
 ):
-    """Add to sums and extremes what the reference counts."""
-    strips = tl.cdiv(x.C, counting.block_c)
-    first = (tl.program_id(0) // strips) * (counting.block_r * counting.tiles)
-    add_rows(x, q, scale_inv, whole_matrix(first, x.R), tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
-
-
-@triton.jit
-def group_statistics_kernel(
-    x,  # Source
-    q,  # Source of codes, of any padding
-    scale_inv,  # Source, as above, with the rows that grouped_cast gives it
-    groups,  # Groups
-    sums_ptr,
-    extremes_ptr,
-    counting: tl.constexpr,  # Counting
-    grouping: tl.constexpr,  # Grouping
-):
-    """Add what the reference counts for rows in groups, to a row of sums and extremes for each group."""
+    """Add what the reference counts to sums and extremes, of rows in groups to a row of them for each group."""
     strips = tl.cdiv(x.C, counting.block_c)
     place = locate(groups, tl.program_id(0) // strips, x.R, counting.block_r * counting.tiles, grouping)
-    if place.group < groups.count:
+    if grouping is None:
+        add_rows(x, q, scale_inv, place, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
+    elif place.group < groups.count:
         sums_ptr += place.group * (COUNTED + BINS)
         extremes_ptr += place.group * 3
         add_rows(x, q, scale_inv, place, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
@@ -166,22 +153,23 @@ def cast_statistics(cast: CountedCast) -> None:
     rows, cols = x.shape
     if x.numel() == 0:
         return
-    heights = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
-    sources = Source(x, rows, cols, *x.stride()), Source(qdata, *qdata.shape, *qdata.stride())
-    arguments = *sources, Source(as_argument(scale_inv), *heights, *scale_inv.stride())
+    tile_shape = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
+    codes = Source(qdata, *qdata.shape, *qdata.stride())
+    scales = Source(as_argument(scale_inv), *tile_shape, *scale_inv.stride())
     counting = Counting(*LARGEST_CODES[qdata.dtype], False)
     height = counting.block_r * counting.tiles
     strips = triton.cdiv(cols, counting.block_c)
     if offsets is None:
         counting = counting._replace(even=rows % height == 0 and cols % counting.block_c == 0)
-        programs = triton.cdiv(rows, height) * strips
-        launch(cast_statistics_kernel, programs, (*arguments, sums, extremes, counting), num_warps=4)
-        return
-    # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
-    counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
-    groups, grouping = on_device(offsets, tile_r=tile[0])
-    group_arguments = *arguments, groups, sums, extremes, counting, grouping
-    launch(group_statistics_kernel, (rows // height + groups.count + 1) * strips, group_arguments, num_warps=4)
+        groups = grouping = None
+        heights = triton.cdiv(rows, height)
+    else:
+        # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
+        counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
+        groups, grouping = on_device(offsets, tile_r=tile[0])
+        heights = rows // height + groups.count + 1
+    arguments = Source(x, rows, cols, *x.stride()), codes, scales, groups, sums, extremes, counting, grouping
+    launch(cast_statistics_kernel, heights * strips, arguments, num_warps=4)
 
 
 _BLOCK = 256

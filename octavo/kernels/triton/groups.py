@@ -79,12 +79,17 @@ def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
 
 @triton.jit
 def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
-    """Return the group of the program with this number, where programs have HEIGHT rows each, as a GroupOfProgram."""
-    ROWS: tl.constexpr = grouping.tile_r
-    H_ROWS: tl.constexpr = grouping.h_tile_r
-    PAD: tl.constexpr = grouping.pad
+    """Return the group of the program with this number, where programs have HEIGHT rows each, as a GroupOfProgram.
+
+    Without a grouping all rows are one group.
+    """
     ALL: tl.constexpr = 1 << 30  # launch.WHOLE
-    if grouping.ragged:
+    if grouping is None:
+        place = GroupOfProgram(0, index * HEIGHT, 0, R, R, 0, 0, 0, 0, 0)
+    elif grouping.ragged:
+        ROWS: tl.constexpr = grouping.tile_r
+        H_ROWS: tl.constexpr = grouping.h_tile_r
+        PAD: tl.constexpr = grouping.pad
         sizes, _ = sizes_of(groups, R, grouping)
         tiles = tiles_of(sizes, HEIGHT)
         groups_before = tl.cumsum(tiles, 0) <= index  # groups whose programs come before this one
@@ -108,12 +113,6 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         size = tl.minimum(tl.maximum(last, 0), R)
         place = GroupOfProgram(0, index * HEIGHT, 0, size, R, 0, 0, 0, R, 0)
     return place
-
-
-@triton.jit
-def whole_matrix(first, rows):
-    """Return the place of a program whose first row is this, in a matrix of so many rows that are one group."""
-    return GroupOfProgram(0, first, 0, rows, rows, 0, 0, 0, 0, 0)
 
 
 @triton.jit

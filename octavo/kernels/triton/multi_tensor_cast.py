@@ -175,7 +175,7 @@ def multi_tensor_cast_blocks_kernel(
     scale_inv = pointer(row_ptr, SCALE_INV, SCALE_TYPE, False)
     amax = pointer(row_ptr, AMAX, tl.float32, False)
     out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)
-    store_blocks(load_tile(x, rows, cols, False), 0, place, x, out, scaling, tiling)
+    store_blocks(load_tile(x, rows, cols, False), 0, place, rows, x, out, scaling, tiling)
 
 
 class _LaunchTable(NamedTuple):

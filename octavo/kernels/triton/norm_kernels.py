@@ -228,9 +228,7 @@ def norm_rows_kernel(
     last = last_start(x, tiling)
     if not tiling.one_tile:
         for back in range(0, last, tiling.block_c):
-            cols = last - back + tl.arange(0, tiling.block_c)
-            more = load_rows(x, norm, rows, cols, tiling.even)
-            more = normalised(more, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
+            more, _ = tile_from(last - back, first, x, norm, None, mean, rstd, rows, ZERO_CENTERED, tiling)
             largest = tl.maximum(largest, fold_max(finite_abs(more), tiling.fold))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
@@ -262,9 +260,9 @@ def norm_blocks_kernel(
     for back in range(0, last + 1, tiling.block_c):
         tile, _ = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
         place = (group, (last - back) // tiling.block_c)
-        store_blocks(tile, 0, place, x, first_out, scaling, tiling)
+        store_blocks(tile, 0, place, rows, x, first_out, scaling, tiling)
         if second_scaling is not None:
-            store_blocks(tile, 0, place, x, second_out, second_scaling, tiling)
+            store_blocks(tile, 0, place, rows, x, second_out, second_scaling, tiling)
 
 
 @triton.jit

@@ -74,6 +74,7 @@ class Tiling(NamedTuple):
     one_tile: bool = False  # it holds whole rows
     halves: bool = False  # a gated gradient's two tiles are cast, which lie beside each other
     fold: int = 1  # elements that a thread loads at once
+    grouped: bool = False  # rows are in groups, each of which has parts for itself
 
 
 @triton.jit

@@ -27,9 +27,9 @@ LAUNCHES = [  # a tile, and whether there is a delayed scale
     ((-1, -1), False, ["group_amax_kernel", "cast_group_kernel"]),
     ((-1, -1), True, ["cast_group_kernel"]),
     ((-1, 1), False, ["group_amax_kernel", "cast_group_kernel"]),
-    ((1, -1), False, ["cast_group_rows_kernel"]),
-    ((1, 128), False, ["cast_group_blocks_kernel"]),
-    ((128, 128), False, ["cast_group_blocks_kernel"]),
+    ((1, -1), False, ["cast_rows_kernel"]),
+    ((1, 128), False, ["cast_blocks_kernel"]),
+    ((128, 128), False, ["cast_blocks_kernel"]),
 ]
 
 
