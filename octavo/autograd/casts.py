@@ -241,7 +241,12 @@ def _cast(
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and not is_grouped
     if writes_transposed and not as_is and is_plain and (commit_arguments is None or not sums_columns):
-        return _cast_transpose(op_input, cast, scale, request, pad, commit_arguments)
+        if "place" in options:
+            options = {**options, "place": options["place"][::-1]}
+        # x.t() is read, as codes always lie like x
+        op_input, request = (x.t(), activation, options), request._replace(column_sum=False)
+        operands = _cast(op_input, cast, scale, request, (True, False), commit_arguments)
+        return operands._replace(as_is=None, transposed=operands.as_is)
     if is_grouped:
         options = {**options, "as_is": as_is or not writes_transposed}
     arguments = cast.arguments if as_is else cast.arguments_transposed
@@ -267,26 +272,6 @@ def _cast(
     if request.recast is not None:
         recast_codes = results[1] if options["recast_transposed"] else results[1].t()
     return Operands(pair, pair_t, amax, column_sum, None, recast_scale, recast_codes)
-
-
-def _cast_transpose(
-    op_input: _OpInput,
-    cast: Cast,
-    scale: Tensor | None,
-    request: CastRequest,
-    pad: int,
-    commit_arguments: _CommitArguments | None,
-) -> Operands:
-    """Cast a dense tensor where only its transposed codes are needed: x.t() is read, as codes always lie like x."""
-    x, _, options = op_input
-    if "place" in options:
-        options = {**options, "place": options["place"][::-1]}
-    if commit_arguments is not None:
-        q, _, scale_inv, *_ = kernels.cast_and_commit(x.t(), *commit_arguments, False, pad, False, **options)
-        return Operands(None, (q, scale_inv))
-    arguments = *cast.arguments, False, pad, False
-    q, _, scale_inv, amax, *_ = kernels.cast(x.t(), scale, request.role, *arguments, **options, **cast.named)
-    return Operands(None, (q, scale_inv), amax if cast.is_delayed else None)
 
 
 def recast_alone(source: CastSource, recast: Recast, may_pad: bool) -> Tensor:
