@@ -35,6 +35,7 @@ from octavo.autograd.gather_input import cast_norm, scattered
 from octavo.autograd.norm import Norm
 from octavo.autograd.products import (
     BackwardPlan,
+    GradientSource,
     Layer,
     Saved,
     backward_plan,
@@ -51,7 +52,7 @@ from octavo.autograd.products import (
 from octavo.autograd.rotary import Positions, gradient_of_heads
 from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads
+from octavo.kernels.arguments import CastSource, NormSource
 from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.scaling.recipe import INPUT, WEIGHT, Recipe
 from octavo.tensor.collectives import summed
@@ -243,7 +244,7 @@ class _ChainFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors  # which a checkpoint lets be read once
         saved, tensors_behind = Saved(*tensors[_NORM_END:_LAYER_END]), tensors[_LAYER_END:]
         needs_dx, needs_dh = needs.are_needed()
-        source: Tensor | RotaryHeads | None
+        source: GradientSource | None
         source, *grads_of_norm = grads  # None: nothing was computed from that result
         if ctx.counts is not None:
             source, grads_of_norm = gradient_of_heads(grads, ctx.counts, *tensors_behind), []
