@@ -145,12 +145,8 @@ def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
 @functools.cache
 def of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
     """Return a class that inherits from one of octavo's, then from a plain class."""
-
-    def content(namespace: dict[str, Any]) -> None:
-        namespace["__module__"] = kind.__module__
-        namespace["__reduce_ex__"] = lambda self, protocol: (_new, (base, kind), self.__getstate__())
-
-    return types.new_class(kind.__name__, (base, kind), exec_body=content)
+    reduce_ex = lambda self, protocol: (_new, (base, kind), self.__getstate__())  # noqa: E731
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce_ex})
 
 
 def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:

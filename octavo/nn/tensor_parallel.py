@@ -73,10 +73,8 @@ class Style:
 
 def hooks_on(module: nn.Module) -> int:
     """Return how many hooks of forward and backward a module has."""
-    count = 0
-    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        count += len(getattr(module, kind))
-    return count
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return sum([len(getattr(module, kind)) for kind in kinds])
 
 
 def style_of(module: object) -> Style | None:
