@@ -71,15 +71,15 @@ class Chain(NamedTuple):
 
 
 class ChainTensors(NamedTuple):
-    """The tensors that gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N]."""
+    """The tensors that gradients flow to: x [..., K], the norm's parameters [K], weights [N, K] and biases [N]."""
 
     x: Tensor
     gamma: Any  # Tensor; without a norm None
     beta: Tensor | None
     weight: Tensor
     bias: Tensor | None
-    second_weight: Any  # Tensor; of one layer None
-    second_bias: Tensor | None
+    second_weight: Any = None  # Tensor; of one layer None
+    second_bias: Tensor | None = None
 
 
 class ChainNeeds(NamedTuple):
@@ -321,22 +321,15 @@ def _whole(dx_TK: Tensor | None, plan: BackwardPlan) -> Tensor | None:
     return summed(dx_TK, parts.group) if wire is None else scattered(dx_TK, wire)
 
 
-def run_chain(
-    x: Tensor,
-    norm_parameters: tuple[Tensor | None, Tensor | None],
-    parameters: list[tuple[Tensor, Tensor | None]],
-    chain: Chain,
-    leading: Sequence[int] | None = None,
-) -> Any:
+def run_chain(tensors: ChainTensors, chain: Chain, leading: Sequence[int] | None = None) -> Any:
     """Return a chain's output [..., N] in ``chain.dtype`` for x [..., K], and the norm's [..., K] if ``returns_norm``.
 
     With ``chain.positions`` its output is queries, keys and values [B, heads, S, D].
 
-    ``norm_parameters`` are (gamma, beta), ``parameters`` (weight, bias) of each layer, None where there is none.
     ``leading``: the result's dimensions before N, where x is this rank's tokens only; else None.
     """
-    second = parameters[1] if len(parameters) == 2 else (None, None)
-    tensors = ChainTensors(as_rows(x), *norm_parameters, *parameters[0], *second)
+    x = tensors.x
+    tensors = tensors._replace(x=as_rows(x))
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
     else:
