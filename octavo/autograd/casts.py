@@ -17,9 +17,9 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.rows import DENSE, Parts, Rows
-from octavo.autograd.shared_scales import scale_for, shared_amax
+from octavo.autograd.shared_scales import AnySource, scale_for, shared_amax
 from octavo.granularity import ALL, MX
-from octavo.kernels.arguments import Castable, CastSource, RotaryHeads, have_e8m0_blocks
+from octavo.kernels.arguments import CastSource, RotaryHeads, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
@@ -28,7 +28,6 @@ from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe, Role
 from octavo.tensor.pair import ForProducts, NormResults, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
-AnySource = Tensor | Castable  # see above
 # (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name, which nobody
 # changes); a plain tuple costs each cast a call less than a NamedTuple
 _OpInput = tuple[Tensor, Sequence[Any], Mapping[str, Any]]

@@ -259,11 +259,6 @@ class _Instruction(NamedTuple):
     op: str = ""
     argument: Any = ""
 
-    def loads_self(self) -> bool:
-        """Whether it leaves ``self`` on the top of the stack."""
-        last = self.argument[-1] if isinstance(self.argument, tuple) else self.argument
-        return bool(last == "self")
-
 
 @functools.cache  # by code, and not by class: a library may replace a class's methods
 def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
@@ -274,7 +269,8 @@ def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
         padded = [_Instruction(), *instructions, _Instruction(), _Instruction()]
         # such as: LOAD_GLOBAL isinstance, LOAD_FAST self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
         for earlier, owner, layer, attribute, later in zip(*(padded[start:] for start in range(5)), strict=False):
-            if layer.op not in ("LOAD_ATTR", "LOAD_METHOD") or not owner.loads_self():
+            last_loaded = owner.argument[-1:] if isinstance(owner.argument, tuple) else (owner.argument,)
+            if layer.op not in ("LOAD_ATTR", "LOAD_METHOD") or last_loaded != ("self",):
                 continue
             uses = uses_by_name.setdefault(layer.argument, set())
             reads_attribute = attribute.op in ("LOAD_ATTR", "STORE_ATTR") and attribute.argument in _LAYER_ATTRIBUTES
