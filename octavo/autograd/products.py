@@ -227,10 +227,8 @@ def cast_gradient(
         if g.amax is not None:
             with entering_input(state, INPUT_NOT_CAST):
                 commit(state, recipe, (None, None, g.amax), rows.parts)
-    elif saved.x_amax is None:  # nothing enters the input's history
-        g = cast_and_commit(source, request, state, forward_amax, rows)
     else:
-        with entering_input(state, plan.input_cast):
+        with entering_input(state, INPUT_NOT_CAST if saved.x_amax is None else plan.input_cast):
             g = cast_and_commit(source, request, state, forward_amax, rows)
     for observer in layer.observers:
         observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
