@@ -114,6 +114,7 @@ class SavedNorm(NamedTuple):
 #     then of a second layer         h or its codes, the codes' scale_inv, Saved of that layer: see _behind_activation
 #     or of rotary positions         cos, sin
 _ToSave = tuple[Tensor | None, ...]
+_Parameters = tuple[Tensor, Tensor | None]  # (weight, bias) of a layer
 _NORM_END = len(SavedNorm._fields)
 _LAYER_END = _NORM_END + len(Saved._fields)
 
@@ -158,7 +159,7 @@ def _forward(tensors: ChainTensors, chain: Chain, needs: ChainNeeds) -> tuple[Te
     needs_of_second = needs_dh, needs.second_weight
     parameters = tensors.second_weight, tensors.second_bias
     recasts = needs_dh and needs.second_weight and _can_recast(first, second)
-    result, saved_second = _behind_activation(h, chain.activation, second, *parameters, needs_of_second, recasts)
+    result, saved_second = _behind_activation(h, chain.activation, second, parameters, needs_of_second, recasts)
     return result, y, (*saved, *saved_second)
 
 
@@ -175,20 +176,14 @@ def _can_recast(first: Layer, second: Layer) -> bool:
 
 
 def _behind_activation(
-    h: Tensor,
-    activation: str,
-    layer: Layer,
-    weight: Tensor,
-    bias: Tensor | None,
-    needs: tuple[bool, bool],
-    recasts: bool = False,
+    h: Tensor, activation: str, layer: Layer, parameters: _Parameters, needs: tuple[bool, bool], recasts: bool = False
 ) -> tuple[Tensor, _ToSave]:
     """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight)).
 
     These are h or its codes, the codes' scale_inv, and the layer's ``Saved``, None where one is not needed.
     ``recasts``: the scale of a Recast is saved instead of the activation's codes.
     """
-    needs_dh, needs_dw = needs
+    (weight, bias), (needs_dh, needs_dw) = parameters, needs
     request = CastRequest(layer.recipe, INPUT, True, needs_dw and not recasts, keep_scale=recasts, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
     for observer in layer.observers:
@@ -353,7 +348,7 @@ class _ActivatedLinear(torch.autograd.Function):
     ) -> Tensor:
         needs_dgate, needs_dup, needs_dw, *_ = ctx.needs_input_grad
         h, needs = _joined(gate, up), (needs_dgate or needs_dup, needs_dw)
-        y, saved = _behind_activation(h, activation, layer, weight, bias, needs)
+        y, saved = _behind_activation(h, activation, layer, (weight, bias), needs)
         ctx.plan, ctx.activation = backward_plan(layer, gate.dtype, weight, bias), activation
         ctx.are_tensors = True, up is not None, True, bias is not None
         ctx.save_for_backward(*saved)
@@ -402,5 +397,6 @@ def activated_linear(
     if is_recorded(gate, up, weight_NK, bias):
         y_TN = _ActivatedLinear.apply(rows, rows_of_up, weight_NK, bias, layer, activation)
     else:
-        y_TN, _ = _behind_activation(_joined(rows, rows_of_up), activation, layer, weight_NK, bias, (False, False))
+        h, parameters = _joined(rows, rows_of_up), (weight_NK, bias)
+        y_TN, _ = _behind_activation(h, activation, layer, parameters, (False, False))
     return y_TN if gate.ndim == 2 else y_TN.view(*gate.shape[:-1], y_TN.shape[1])

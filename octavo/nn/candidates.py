@@ -146,8 +146,9 @@ def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
 @functools.cache
 def of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
     """Return a class that inherits from one of octavo's, then from a plain class."""
-    reduce_ex = lambda self, protocol: (_new, (base, kind), self.__getstate__())  # noqa: E731
-    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce_ex})
+    namespace: dict[str, Any] = {"__module__": kind.__module__}
+    namespace["__reduce_ex__"] = lambda self, protocol: (_new, (base, kind), self.__getstate__())
+    return type(kind.__name__, (base, kind), namespace)
 
 
 def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
