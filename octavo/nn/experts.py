@@ -65,6 +65,7 @@ def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, k: int) -> Tensor:
 
 
 ExpertsFunction = Callable[[Tensor, Tensor], Tensor]  # what experts compute of (rows [S, H], offsets)
+Activate = Callable[[Tensor], Tensor]  # an activation without a product
 
 
 def mix(
@@ -99,12 +100,7 @@ def mix(
 
 
 def feed_forward(
-    rows: Tensor,
-    offsets: Tensor,
-    gate_up: Grouped,
-    down: Grouped,
-    activation: str | None,
-    activate_alone: Callable[[Tensor], Tensor],
+    rows: Tensor, offsets: Tensor, gate_up: Grouped, down: Grouped, activation: str | None, activate_alone: Activate
 ) -> Tensor:
     """Return down's product of an activation of gate_up's; known activations and their gradients are fused into casts.
 
