@@ -17,9 +17,9 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.rows import DENSE, Parts, Rows
-from octavo.autograd.shared_scales import scale_for, shared_amax
+from octavo.autograd.shared_scales import AnySource, scale_for, shared_amax
 from octavo.granularity import ALL, MX
-from octavo.kernels.arguments import Castable, CastSource, RotaryHeads, have_e8m0_blocks
+from octavo.kernels.arguments import CastSource, RotaryHeads, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
@@ -28,7 +28,6 @@ from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe, Role
 from octavo.tensor.pair import ForProducts, NormResults, Operands, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
-AnySource = Tensor | Castable  # see above
 # (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name, which nobody
 # changes); a plain tuple costs each cast a call less than a NamedTuple
 _OpInput = tuple[Tensor, Sequence[Any], Mapping[str, Any]]
@@ -241,7 +240,12 @@ def _cast(
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and not is_grouped
     if writes_transposed and not as_is and is_plain and (commit_arguments is None or not sums_columns):
-        return _cast_transpose(op_input, cast, scale, request, pad, commit_arguments)
+        if "place" in options:
+            options = {**options, "place": options["place"][::-1]}
+        # x.t() is read, as codes always lie like x
+        op_input, request = (x.t(), activation, options), request._replace(column_sum=False)
+        operands = _cast(op_input, cast, scale, request, (True, False), commit_arguments)
+        return operands._replace(as_is=None, transposed=operands.as_is)
     if is_grouped:
         options = {**options, "as_is": as_is or not writes_transposed}
     arguments = cast.arguments if as_is else cast.arguments_transposed
@@ -267,26 +271,6 @@ def _cast(
     if request.recast is not None:
         recast_codes = results[1] if options["recast_transposed"] else results[1].t()
     return Operands(pair, pair_t, amax, column_sum, None, recast_scale, recast_codes)
-
-
-def _cast_transpose(
-    op_input: _OpInput,
-    cast: Cast,
-    scale: Tensor | None,
-    request: CastRequest,
-    pad: int,
-    commit_arguments: _CommitArguments | None,
-) -> Operands:
-    """Cast a dense tensor where only its transposed codes are needed: x.t() is read, as codes always lie like x."""
-    x, _, options = op_input
-    if "place" in options:
-        options = {**options, "place": options["place"][::-1]}
-    if commit_arguments is not None:
-        q, _, scale_inv, *_ = kernels.cast_and_commit(x.t(), *commit_arguments, False, pad, False, **options)
-        return Operands(None, (q, scale_inv))
-    arguments = *cast.arguments, False, pad, False
-    q, _, scale_inv, amax, *_ = kernels.cast(x.t(), scale, request.role, *arguments, **options, **cast.named)
-    return Operands(None, (q, scale_inv), amax if cast.is_delayed else None)
 
 
 def recast_alone(source: CastSource, recast: Recast, may_pad: bool) -> Tensor:

@@ -35,6 +35,7 @@ from octavo.autograd.gather_input import cast_norm, scattered
 from octavo.autograd.norm import Norm
 from octavo.autograd.products import (
     BackwardPlan,
+    GradientSource,
     Layer,
     Saved,
     backward_plan,
@@ -51,7 +52,7 @@ from octavo.autograd.products import (
 from octavo.autograd.rotary import Positions, gradient_of_heads
 from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads
+from octavo.kernels.arguments import CastSource, NormSource
 from octavo.kernels.reference.activation import FUNCTIONS
 from octavo.scaling.recipe import INPUT, WEIGHT, Recipe
 from octavo.tensor.collectives import summed
@@ -70,15 +71,15 @@ class Chain(NamedTuple):
 
 
 class ChainTensors(NamedTuple):
-    """The tensors that gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N]."""
+    """The tensors that gradients flow to: x [..., K], the norm's parameters [K], weights [N, K] and biases [N]."""
 
     x: Tensor
     gamma: Any  # Tensor; without a norm None
     beta: Tensor | None
     weight: Tensor
     bias: Tensor | None
-    second_weight: Any  # Tensor; of one layer None
-    second_bias: Tensor | None
+    second_weight: Any = None  # Tensor; of one layer None
+    second_bias: Tensor | None = None
 
 
 class ChainNeeds(NamedTuple):
@@ -113,6 +114,7 @@ class SavedNorm(NamedTuple):
 #     then of a second layer         h or its codes, the codes' scale_inv, Saved of that layer: see _behind_activation
 #     or of rotary positions         cos, sin
 _ToSave = tuple[Tensor | None, ...]
+_Parameters = tuple[Tensor, Tensor | None]  # (weight, bias) of a layer
 _NORM_END = len(SavedNorm._fields)
 _LAYER_END = _NORM_END + len(Saved._fields)
 
@@ -157,7 +159,7 @@ def _forward(tensors: ChainTensors, chain: Chain, needs: ChainNeeds) -> tuple[Te
     needs_of_second = needs_dh, needs.second_weight
     parameters = tensors.second_weight, tensors.second_bias
     recasts = needs_dh and needs.second_weight and _can_recast(first, second)
-    result, saved_second = _behind_activation(h, chain.activation, second, *parameters, needs_of_second, recasts)
+    result, saved_second = _behind_activation(h, chain.activation, second, parameters, needs_of_second, recasts)
     return result, y, (*saved, *saved_second)
 
 
@@ -174,20 +176,14 @@ def _can_recast(first: Layer, second: Layer) -> bool:
 
 
 def _behind_activation(
-    h: Tensor,
-    activation: str,
-    layer: Layer,
-    weight: Tensor,
-    bias: Tensor | None,
-    needs: tuple[bool, bool],
-    recasts: bool = False,
+    h: Tensor, activation: str, layer: Layer, parameters: _Parameters, needs: tuple[bool, bool], recasts: bool = False
 ) -> tuple[Tensor, _ToSave]:
     """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight)).
 
     These are h or its codes, the codes' scale_inv, and the layer's ``Saved``, None where one is not needed.
     ``recasts``: the scale of a Recast is saved instead of the activation's codes.
     """
-    needs_dh, needs_dw = needs
+    (weight, bias), (needs_dh, needs_dw) = parameters, needs
     request = CastRequest(layer.recipe, INPUT, True, needs_dw and not recasts, keep_scale=recasts, only_products=True)
     a = cast_role(CastSource(h, activation), request, layer.state, layer.rows)
     for observer in layer.observers:
@@ -243,7 +239,7 @@ class _ChainFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors  # which a checkpoint lets be read once
         saved, tensors_behind = Saved(*tensors[_NORM_END:_LAYER_END]), tensors[_LAYER_END:]
         needs_dx, needs_dh = needs.are_needed()
-        source: Tensor | RotaryHeads | None
+        source: GradientSource | None
         source, *grads_of_norm = grads  # None: nothing was computed from that result
         if ctx.counts is not None:
             source, grads_of_norm = gradient_of_heads(grads, ctx.counts, *tensors_behind), []
@@ -320,22 +316,15 @@ def _whole(dx_TK: Tensor | None, plan: BackwardPlan) -> Tensor | None:
     return summed(dx_TK, parts.group) if wire is None else scattered(dx_TK, wire)
 
 
-def run_chain(
-    x: Tensor,
-    norm_parameters: tuple[Tensor | None, Tensor | None],
-    parameters: list[tuple[Tensor, Tensor | None]],
-    chain: Chain,
-    leading: Sequence[int] | None = None,
-) -> Any:
+def run_chain(tensors: ChainTensors, chain: Chain, leading: Sequence[int] | None = None) -> Any:
     """Return a chain's output [..., N] in ``chain.dtype`` for x [..., K], and the norm's [..., K] if ``returns_norm``.
 
     With ``chain.positions`` its output is queries, keys and values [B, heads, S, D].
 
-    ``norm_parameters`` are (gamma, beta), ``parameters`` (weight, bias) of each layer, None where there is none.
     ``leading``: the result's dimensions before N, where x is this rank's tokens only; else None.
     """
-    second = parameters[1] if len(parameters) == 2 else (None, None)
-    tensors = ChainTensors(as_rows(x), *norm_parameters, *parameters[0], *second)
+    x = tensors.x
+    tensors = tensors._replace(x=as_rows(x))
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
     else:
@@ -359,7 +348,7 @@ class _ActivatedLinear(torch.autograd.Function):
     ) -> Tensor:
         needs_dgate, needs_dup, needs_dw, *_ = ctx.needs_input_grad
         h, needs = _joined(gate, up), (needs_dgate or needs_dup, needs_dw)
-        y, saved = _behind_activation(h, activation, layer, weight, bias, needs)
+        y, saved = _behind_activation(h, activation, layer, (weight, bias), needs)
         ctx.plan, ctx.activation = backward_plan(layer, gate.dtype, weight, bias), activation
         ctx.are_tensors = True, up is not None, True, bias is not None
         ctx.save_for_backward(*saved)
@@ -408,5 +397,6 @@ def activated_linear(
     if is_recorded(gate, up, weight_NK, bias):
         y_TN = _ActivatedLinear.apply(rows, rows_of_up, weight_NK, bias, layer, activation)
     else:
-        y_TN, _ = _behind_activation(_joined(rows, rows_of_up), activation, layer, weight_NK, bias, (False, False))
+        h, parameters = _joined(rows, rows_of_up), (weight_NK, bias)
+        y_TN, _ = _behind_activation(h, activation, layer, parameters, (False, False))
     return y_TN if gate.ndim == 2 else y_TN.view(*gate.shape[:-1], y_TN.shape[1])

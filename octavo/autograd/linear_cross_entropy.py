@@ -30,7 +30,9 @@ from octavo.autograd.casts import CastRequest, CodesAndScale, cast_role
 from octavo.autograd.products import (
     BackwardPlan,
     GradOutput,
+    InputCasts,
     Layer,
+    NeededGradients,
     Saved,
     backward_plan,
     commit_forward,
@@ -44,7 +46,6 @@ from octavo.autograd.products import (
     to_save,
     weight_cast_again,
 )
-from octavo.autograd.shared_casts import ReadTensor
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, PADDING
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded_size, plain_scales, tile_rows
@@ -131,7 +132,7 @@ class _Chunks:
         self.pad = contraction_multiple(x_TK.device, recipe.may_pad)
         self.writes_transposed = needs_transposed_codes(x_TK.device)
 
-    def loss_and_gradients(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, _Gradients]:
+    def loss_and_gradients(self, needs: NeededGradients) -> tuple[Tensor, _Gradients]:
         """Return the loss, and the gradients of the sum of the losses that are needed."""
         losses, lse, sum_gradients = self._run(needs)
         for observer in self.observers:
@@ -142,7 +143,7 @@ class _Chunks:
         total = losses.sum()
         return total if self.loss.divisor is None else total / self.loss.divisor, sum_gradients
 
-    def _run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
+    def _run(self, needs: NeededGradients) -> tuple[Tensor, Tensor, _Gradients]:
         """Return (losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
         recipe, tokens, columns = self.layer.recipe, len(self.x_TK), len(self.weight_NK)
         needs_dx, needs_dw, needs_db = needs
@@ -203,7 +204,7 @@ class _Chunks:
         return logits, *kernels.cross_entropy(logits, self.loss.target[rows], *self.loss_options)
 
     def _cast(
-        self, logits: Tensor, rows: slice, lse: Tensor, needs: tuple[bool, bool, bool], codes: Tensor | None
+        self, logits: Tensor, rows: slice, lse: Tensor, needs: NeededGradients, codes: Tensor | None
     ) -> tuple[CodesAndScale | None, Tensor | None, Tensor | None]:
         """Return (a chunk's G as dx's product reads it, the scale_inv of its codes transposed, G itself), if needed.
 
@@ -220,8 +221,12 @@ class _Chunks:
             pair = self._cast_by_fixed_scale(arguments, rows, fixed_layouts[0], codes if fixed_layouts[1] else None)
         if needs_db or any(amax_layouts):
             g = kernels.cross_entropy_backward(*arguments, lse.new_ones(1).expand(len(lse)))
-            pair_by_amax, scale_inv = self._cast_by_amax(g, rows, amax_layouts, codes)
-            pair = pair_by_amax or pair
+            operands = cast_role(g, CastRequest(self.layer.recipe, GRAD_OUTPUT, *amax_layouts), None)
+            pair = operands.as_is or pair
+            if operands.transposed is not None and codes is not None:
+                q, scale_inv = operands.transposed
+                place = codes[:, rows] if self.writes_transposed else codes[rows].t()
+                place.copy_(q.view(torch.uint8))
         return pair, scale_inv, g
 
     def _cast_by_fixed_scale(
@@ -243,18 +248,6 @@ class _Chunks:
         kernels.cross_entropy_codes(*arguments, q, q_t, rows.start)
         cast = recipe.grad_output_casts.as_is
         return (q, _fixed_scale_inv(recipe, cast, q.shape[0], q)) if as_is and cast is not None else None
-
-    def _cast_by_amax(
-        self, g: Tensor, rows: slice, layouts: tuple[bool, bool], codes: Tensor | None
-    ) -> tuple[CodesAndScale | None, Tensor | None]:
-        """Cast G as any grad_output; return (its pair as it lies, scale_inv of its codes that are put in ``codes``)."""
-        operands = cast_role(g, CastRequest(self.layer.recipe, GRAD_OUTPUT, *layouts), None)
-        if operands.transposed is None or codes is None:
-            return operands.as_is, None
-        q, scale_inv = operands.transposed
-        place = codes[:, rows] if self.writes_transposed else codes[rows].t()
-        place.copy_(q.view(torch.uint8))
-        return operands.as_is, scale_inv
 
 
 @torch.library.custom_op("octavo::join_scales", mutates_args=())
@@ -286,10 +279,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         loss: LossOfRows,
         layer: Layer,
-        x_casts: ReadTensor | None,
+        x_casts: InputCasts,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
-        x_to_save, x, number = input_operands(x_TK, layer, None, x_casts, needs[1])
+        x_to_save, x, number = input_operands(x_TK, layer, x_casts, needs[1])
         result, sum_gradients = _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients(needs)
         saved = to_save(x_to_save, x, weight_NK, layer, needs_dx=False, needs_dw=needs[1])
         if sum_gradients.codes is None:  # dW is there
@@ -337,12 +330,7 @@ def _grad_weight(sum_gradients: _Gradients, saved: Saved, plan: BackwardPlan, fa
 
 
 def linear_cross_entropy_of_rows(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias: Tensor | None,
-    loss: LossOfRows,
-    layer: Layer,
-    x_casts: ReadTensor | None = None,
+    x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer, x_casts: InputCasts = None
 ) -> Tensor:
     """Return the loss, a float32 scalar, of logits x . weight^T + bias [T, N], of which one chunk exists at a time.
 
@@ -359,5 +347,5 @@ def linear_cross_entropy_of_rows(
         )
     if is_recorded(x_TK, weight_NK, bias):
         return _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, x_casts)
-    _, x, _ = input_operands(x_TK, layer, None, x_casts, False)
+    _, x, _ = input_operands(x_TK, layer, x_casts, False)
     return _Chunks(x_TK, x, weight_NK, bias, loss, layer).loss_and_gradients((False, False, False))[0]

@@ -85,9 +85,7 @@ class LayerCounts(NamedTuple):
     def shared_scales(shards: Sequence[tuple[Tensor, Cast]], largest: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return the [3] scales of per-tensor casts of sharded weights; ``largest``: takes a maximum over ranks."""
         amaxes = largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards]))
-        pairs = zip(amaxes, (cast for _, cast in shards), strict=True)
-        scales = [cast.scale_of(amax) for amax, cast in pairs]
-        return [by_role(scale) for scale in scales]
+        return [by_role(cast.scale_of(amax)) for (_, cast), amax in zip(shards, amaxes, strict=True)]
 
 
 class Observer(NamedTuple):

@@ -190,6 +190,10 @@ def gradients_needed_now(ctx: Any) -> Any:
     return tuple(needed)
 
 
+GradientSource = Tensor | CastSource | RotaryHeads  # what a layer's grad_output is cast from, see ``cast_gradient``
+NeededGradients = tuple[bool, bool, bool]  # whether those of (input, weight, bias) are needed
+
+
 class GradOutput:
     """A layer's grad_output: its pairs, its column sums, and itself where a gradient reads it in high precision.
 
@@ -203,11 +207,7 @@ class GradOutput:
 
 
 def cast_gradient(
-    source: Tensor | CastSource | RotaryHeads,
-    saved: Saved,
-    plan: BackwardPlan,
-    needs: tuple[bool, bool, bool],
-    recast: Recast | None = None,
+    source: GradientSource, saved: Saved, plan: BackwardPlan, needs: NeededGradients, recast: Recast | None = None
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
@@ -227,10 +227,8 @@ def cast_gradient(
         if g.amax is not None:
             with entering_input(state, INPUT_NOT_CAST):
                 commit(state, recipe, (None, None, g.amax), rows.parts)
-    elif saved.x_amax is None:  # nothing enters the input's history
-        g = cast_and_commit(source, request, state, forward_amax, rows)
     else:
-        with entering_input(state, plan.input_cast):
+        with entering_input(state, INPUT_NOT_CAST if saved.x_amax is None else plan.input_cast):
             g = cast_and_commit(source, request, state, forward_amax, rows)
     for observer in layer.observers:
         observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
@@ -248,7 +246,7 @@ def commit_forward(plan: BackwardPlan, x_amax: Tensor | None, weight_amax: Tenso
             commit(layer.state, layer.recipe, (x_amax, weight_amax, None), layer.rows.parts)
 
 
-def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None) -> Tensor:
+def unrounded(source: GradientSource, offsets: Tensor | None) -> Tensor:
     """Return the values that a cast of the source rounds to codes, in float32 if they are computed.
 
     Codes of h are read in float32, as the cast reads them: not in the layer's dtype, as ``activated_linear`` does.
@@ -267,7 +265,7 @@ def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None)
 
 
 def gradients(
-    g: GradOutput, saved: Saved, plan: BackwardPlan, needs: tuple[bool, bool, bool]
+    g: GradOutput, saved: Saved, plan: BackwardPlan, needs: NeededGradients
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
     weight_NK, offsets = saved.weight_NK, saved.offsets
@@ -367,12 +365,15 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     return torch.mm(a, b) if offsets is None else grouped_mm(a, b, offsets)
 
 
+InputCasts = GatheredInput | ReadTensor | None  # casts of an input that was gathered in FP8, or that layers share
+
+
 def input_operands(
-    x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, x_casts: ReadTensor | None, needs_dw: bool
+    x_TK: Tensor, layer: Layer, x_casts: InputCasts, needs_dw: bool
 ) -> tuple[Tensor | None, Operands, int]:
     """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number)."""
-    if gathered is not None:
-        return None, gathered.operands, UNKNOWN_CAST
+    if isinstance(x_casts, GatheredInput):
+        return None, x_casts.operands, UNKNOWN_CAST
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.rows.offsets)
     if x_casts is not None and (shared_cast := x_casts.find(reader, needs_dw)) is not None:
         return x_TK, *shared_cast
@@ -386,17 +387,11 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TK: Tensor,
-        weight_NK: Tensor,
-        bias: Tensor | None,
-        layer: Layer,
-        gathered: GatheredInput | None,
-        x_casts: ReadTensor | None,
+        ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: InputCasts
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        x_to_save, x, number = input_operands(x_TK, layer, gathered, x_casts, needs_dw)
-        for observer in layer.observers if gathered is None else ():
+        x_to_save, x, number = input_operands(x_TK, layer, x_casts, needs_dw)
+        for observer in () if isinstance(x_casts, GatheredInput) else layer.observers:
             observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.rows.offsets)
         ctx.plan = backward_plan(layer, x_TK.dtype, weight_NK, bias, number)
         ctx.are_tensors = True, True, bias is not None
@@ -409,23 +404,24 @@ class _LinearFunction(torch.autograd.Function):
         plan, needs = ctx.plan, gradients_needed_now(ctx)
         ctx.plan = plan_for_next_pass(plan)
         saved = Saved(*ctx.saved_tensors)
-        return *gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs), None, None, None
+        return *gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs), None, None
 
 
 def linear(
-    x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: ReadTensor | None = None
+    x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: InputCasts = None
 ) -> Tensor:
     """Return y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
 
     Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32. ``x_casts``: the
     input's casts that layers share, see shared_casts.py.
     """
-    gathered, x = (x, x.carrier) if isinstance(x, GatheredInput) else (None, x)
+    if isinstance(x, GatheredInput):
+        x_casts, x = x, x.carrier
     x_TK = x if x.ndim == 2 else as_rows(x)
     if is_recorded(x, weight_NK, bias):
-        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, x_casts)
+        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, x_casts)
     else:
-        x_to_read, operands, _ = input_operands(x_TK, layer, gathered, x_casts, False)
+        x_to_read, operands, _ = input_operands(x_TK, layer, x_casts, False)
         y_TN = output(x_to_read, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

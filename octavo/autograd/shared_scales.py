@@ -25,10 +25,10 @@ from octavo.scaling.delayed import State, may_be_empty
 from octavo.scaling.recipe import ROLES, Cast
 from octavo.tensor.collectives import maximum_over_ranks
 
+AnySource = Tensor | Castable  # what is cast, see casts.py
 
-def scale_for(
-    source: Tensor | Castable, cast: Cast, state: State | None, role: int, parts: Parts | None
-) -> Tensor | None:
+
+def scale_for(source: AnySource, cast: Cast, state: State | None, role: int, parts: Parts | None) -> Tensor | None:
     """Return the scales [3] that the cast indexes by role, delayed or shared by ranks; None: it finds its own amax."""
     if parts is not None and not parts.roles[role]:
         parts = None  # it is whole on each rank

@@ -14,9 +14,10 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.experts import TITAN, ConvertedExperts, TorchtitanExperts, TransformersExperts, keys_of
+from octavo.nn.experts import TITAN, ConvertedExperts, TorchtitanExperts, TransformersExperts, keys_of, with_inner
 from octavo.nn.linear import Grouped, Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import is_under_fsdp
@@ -145,12 +146,9 @@ def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
 @functools.cache
 def of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
     """Return a class that inherits from one of octavo's, then from a plain class."""
-
-    def content(namespace: dict[str, Any]) -> None:
-        namespace["__module__"] = kind.__module__
-        namespace["__reduce_ex__"] = lambda self, protocol: (_new, (base, kind), self.__getstate__())
-
-    return types.new_class(kind.__name__, (base, kind), exec_body=content)
+    namespace: dict[str, Any] = {"__module__": kind.__module__}
+    namespace["__reduce_ex__"] = lambda self, protocol: (_new, (base, kind), self.__getstate__())
+    return type(kind.__name__, (base, kind), namespace)
 
 
 def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
@@ -262,22 +260,18 @@ class _Instruction(NamedTuple):
     op: str = ""
     argument: Any = ""
 
-    def loads_self(self) -> bool:
-        """Whether it leaves ``self`` on the top of the stack."""
-        last = self.argument[-1] if isinstance(self.argument, tuple) else self.argument
-        return bool(last == "self")
-
 
 @functools.cache  # by code, and not by class: a library may replace a class's methods
 def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
     """Return {name: uses} in methods: "read" if ``self.<name>.weight``'s values are read, "called" if it is called."""
     uses_by_name: dict[str, set[str]] = {}
-    for code in _with_inner(codes):
+    for code in itertools.chain(*map(with_inner, codes)):
         instructions = [_Instruction(each.opname, each.argval) for each in dis.get_instructions(code)]
         padded = [_Instruction(), *instructions, _Instruction(), _Instruction()]
         # such as: LOAD_GLOBAL isinstance, LOAD_FAST self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
         for earlier, owner, layer, attribute, later in zip(*(padded[start:] for start in range(5)), strict=False):
-            if layer.op not in ("LOAD_ATTR", "LOAD_METHOD") or not owner.loads_self():
+            last_loaded = owner.argument[-1:] if isinstance(owner.argument, tuple) else (owner.argument,)
+            if layer.op not in ("LOAD_ATTR", "LOAD_METHOD") or last_loaded != ("self",):
                 continue
             uses = uses_by_name.setdefault(layer.argument, set())
             reads_attribute = attribute.op in ("LOAD_ATTR", "STORE_ATTR") and attribute.argument in _LAYER_ATTRIBUTES
@@ -299,10 +293,3 @@ def _methods(module: nn.Module) -> tuple[types.CodeType, ...]:
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         functions += [value for name, value in vars(base).items() if "init" not in name]
     return tuple(function.__code__ for value in functions if inspect.isfunction(function := inspect.unwrap(value)))
-
-
-def _with_inner(codes: Sequence[types.CodeType]) -> Iterator[types.CodeType]:
-    """Yield code objects and those of the functions inside them."""
-    for code in codes:
-        yield code
-        yield from _with_inner([inner for inner in code.co_consts if isinstance(inner, types.CodeType)])

@@ -227,20 +227,18 @@ def _granularities_in_fp8(
     return granularities
 
 
-def storage_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
-    """Return how the weights of a model's octavo modules are stored: {weight: granularity, or None: as plain tensors}.
+Storage = Mapping[nn.Parameter, Granularity | None]  # how weights are stored: by granularity; None: as plain tensors
+
+
+def storage_now(model: nn.Module) -> Storage:
+    """Return how the weights of a model's octavo modules are stored.
 
     ``storage_after`` returns the same of a phase.
     """
     return {weight: stored_as(weight) for *_, weight in _weights_of(model)}
 
 
-def storage_after(
-    model: nn.Module,
-    recipe: Recipe | RecipeMap,
-    weight_storage: str | None,
-    before: Mapping[nn.Parameter, Granularity | None],
-) -> dict[nn.Parameter, Granularity | None]:
+def storage_after(model: nn.Module, recipe: Recipe | RecipeMap, weight_storage: str | None, before: Storage) -> Storage:
     """Return how weights are stored in a phase of this ``weight_storage``, "fp8", None or "same": as ``before``.
 
     Raises ValueError if that can't be, the recipe can't read them, or the model has no octavo module.

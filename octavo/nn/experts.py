@@ -18,7 +18,7 @@ products. Known by structure are
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -64,13 +64,12 @@ def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, k: int) -> Tensor:
     return _GatheredRows.apply(x, index, inverse, k) if records else x[index // k]
 
 
+ExpertsFunction = Callable[[Tensor, Tensor], Tensor]  # what experts compute of (rows [S, H], offsets)
+Activate = Callable[[Tensor], Tensor]  # an activation without a product
+
+
 def mix(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    experts: int,
-    limit: int,
-    compute: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int, limit: int, compute: ExpertsFunction
 ) -> Tensor:
     """Return each token's sum over its experts of weight times ``compute(rows [S, H], offsets)``, in ``x``'s dtype.
 
@@ -101,12 +100,7 @@ def mix(
 
 
 def feed_forward(
-    rows: Tensor,
-    offsets: Tensor,
-    gate_up: Grouped,
-    down: Grouped,
-    activation: str | None,
-    activate_alone: Callable[[Tensor], Tensor],
+    rows: Tensor, offsets: Tensor, gate_up: Grouped, down: Grouped, activation: str | None, activate_alone: Activate
 ) -> Tensor:
     """Return down's product of an activation of gate_up's; known activations and their gradients are fused into casts.
 
@@ -242,7 +236,7 @@ def _names_silu(kind: type[nn.Module]) -> bool:
         if not inspect.isfunction(function) or function in seen or function.__module__.startswith("torch."):
             continue
         seen.add(function)
-        names = _names_in(function.__code__)
+        names = {name for code in with_inner(function.__code__) for name in (*code.co_names, *code.co_freevars)}
         if "silu" in names:
             return True
         scopes = function.__globals__, *map(vars, kind.__mro__), inspect.getclosurevars(function).nonlocals
@@ -250,10 +244,12 @@ def _names_silu(kind: type[nn.Module]) -> bool:
     return False
 
 
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names that code, and the code of functions inside it, reads: globals, attributes, a closure's."""
-    inner_codes = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_names, *code.co_freevars}.union(*map(_names_in, inner_codes))
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from with_inner(constant)
 
 
 def recipe_names(module_name: str, part: str, key: str) -> tuple[str, ...]:

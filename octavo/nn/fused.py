@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo.autograd.chain import Chain, run_chain
+from octavo.autograd.chain import Chain, ChainTensors, run_chain
 from octavo.autograd.norm import Norm
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Positions
@@ -143,8 +143,9 @@ def run_as_one(
         layers.append(linear.layer_of(x, tensors, needs_grad, rows))
         needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
     chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm, positions)
-    parameters = [(weight, bias) for weight, bias, _ in parts.linears]
-    return run_chain(x, parts.norm, parameters, chain, None if parts.shape is None else parts.shape[:-1])
+    parameters: list[Any] = [tensor for weight, bias, _ in parts.linears for tensor in (weight, bias)]
+    leading = None if parts.shape is None else parts.shape[:-1]
+    return run_chain(ChainTensors(x, *parts.norm, *parameters), chain, leading)
 
 
 class Fused(nn.Module):

@@ -42,11 +42,10 @@ def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:
 
 def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
     """Return the dtype that products of GroupedLinear compute in; raise the errors that its docstring lists."""
-    if not isinstance(input, Tensor):
-        raise not_a_tensor_error(input)
+    dtype = product_dtype(input, weight_ENK)
     if input.ndim != 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
-    if (dtype := product_dtype(input, weight_ENK)) not in HIGH_PRECISION:
+    if dtype not in HIGH_PRECISION:
         raise TypeError(f"experts compute in bfloat16, float16 or float32, not {dtype}")
     check_offsets_kind(offsets, input.device)
     if offsets.shape[0] != weight_ENK.shape[0]:

@@ -136,9 +136,7 @@ def refuse_sharded(weight: Tensor) -> None:
 
 def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:
     """Return the recipe of a module's part of this name, from the module's ``recipe`` argument; default() for None."""
-    if recipe is None:
-        return recipes.default()
-    return recipe.of(name) if isinstance(recipe, Recipe | RecipeMap) else recipe  # which the module's setter checks
+    return recipes.as_recipe(recipes.default() if recipe is None else recipe).of(name)
 
 
 Splits = Mapping[str, int]

@@ -253,9 +253,7 @@ def causal_lm_loss(
     target = shift_labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = cross_entropy(logits.view(-1, vocab_size), target, ignore_index=ignore_index, reduction=reduction)
-    if isinstance(
-        num_items_in_batch, Tensor
-    ):  # of a model on several GPUs it may be on the first, the loss on the last
+    if isinstance(num_items_in_batch, Tensor):  # of a model on several GPUs: on the first one, the loss on the last
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 

@@ -25,7 +25,7 @@ from octavo.private import is_dtensor, tracing_state
 from octavo.recipes import as_recipe
 from octavo.scaling.delayed import State, empty_state, facts_of, may_be_empty, state_under
 from octavo.scaling.recipe import WEIGHT, Recipe
-from octavo.weights.fsdp2 import GatheredWeight
+from octavo.weights.fsdp2 import FirstHookResult, GatheredWeight, Unshard
 from octavo.weights.gathered import Gather, check_layers_agree
 from octavo.weights.operands import (
     WeightOwner,
@@ -50,7 +50,7 @@ class LayerFP8:
     weight_writes  each cast in training; loads           until another recipe; a copy of the module begins anew
     kept_operands  KeptWeights.cast()                     until a move, a load, another recipe or ``invalidate``, and
                                                           while its ``operands`` finds the weight unwritten
-    gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes: see its Freshness
+    gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes: see InFP8
     observer       octavo.inspect                         until it is removed; it sees casts and products
     outer          octavo.using: a copy of this object    until the block's end, when recipe, state, weight_writes and
                    from outside its block                 kept_operands are taken back
@@ -238,9 +238,9 @@ class RecipeModule(WeightOwner):
             settings |= {"exact": exchange.exact, "average": exchange.average}
         return settings
 
-    def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
+    def before_gather(self, unshard: Unshard) -> FirstHookResult:
         """Return what FSDP2's first hook returns for the weight; see weights/gathered.py."""
-        return self.fp8.gather.send(self, shard, mesh, outer_size, mp_policy)
+        return self.fp8.gather.send(self, unshard)
 
     def reset_delayed_state(self) -> None:
         """Forget the history, also those that octavo.using has put aside: the next cast takes its own amax."""

@@ -31,7 +31,7 @@ from octavo.autograd.gather_input import (
     scatter_output,
 )
 from octavo.autograd.observer import Observer
-from octavo.autograd.products import requires_grad
+from octavo.autograd.products import NeededGradients, requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
 from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.nn.inputs import product_dtype
@@ -73,10 +73,8 @@ class Style:
 
 def hooks_on(module: nn.Module) -> int:
     """Return how many hooks of forward and backward a module has."""
-    count = 0
-    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        count += len(getattr(module, kind))
-    return count
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return sum([len(getattr(module, kind)) for kind in kinds])
 
 
 def style_of(module: object) -> Style | None:
@@ -212,8 +210,8 @@ def as_styles_return(parts: FusedParts, norm: Any, last: Any, y: Any, normed: Te
     assert last_style is not None
     if len(parts.linears) == 2:
         needs_dx = any(map(requires_grad, (parts.input, *parts.norm, *parts.linears[0])))
-        weight, bias, _ = parts.linears[1]
-        if (output := _scatter_sum(last, y, needs_dx, weight, bias, mesh)) is not None:
+        needs_dw, needs_db, _ = map(requires_grad, parts.linears[1])
+        if (output := _scatter_sum(last, y, (needs_dx, needs_dw, needs_db), mesh)) is not None:
             return last_style.finish(last, output, mesh), None
     shape = [*parts.shape[:-1], last.out_features]
     output = as_dtensor(y, shape, mesh, Shard(len(shape) - 1) if len(parts.linears) == 1 else Partial())
@@ -277,9 +275,7 @@ def _state_of_all(readers: Sequence[Any]) -> State | None:
     return states[0]._replace(scale=torch.where((scales == scales[0]).all(0), scales[0], 0.0))
 
 
-def _scatter_sum(
-    module: ShardedLayer, y: Tensor, needs_dx: bool, weight: Tensor, bias: Tensor | None, mesh: Any
-) -> Any:
+def _scatter_sum(module: ShardedLayer, y: Tensor, needs: NeededGradients, mesh: Any) -> Any:
     """Return the sum over ranks of their outputs y [..., N], a DTensor whose gradient is gathered in FP8.
 
     None if torch has to compute the sum. A gradient that octavo.inspect counts is gathered in its dtype.
@@ -288,16 +284,16 @@ def _scatter_sum(
 
     if (sending := sending_of(module)) is None or not isinstance(sending.output, Shard):
         return None
-    dim = sending.output.dim % y.ndim
+    dim, (needs_dx, needs_dw, needs_db) = sending.output.dim % y.ndim, needs
     if dim == y.ndim - 1 or y.shape[dim] % mesh.size():
         return None
-    reader = GatherReader(module.recipe, module.state_of_input(), weight.requires_grad)
+    reader = GatherReader(module.recipe, module.state_of_input(), needs_dw)
     # a compiled graph takes no facade for a gradient
     fits = needs_dx and not _is_counted(module) and not torch.compiler.is_compiling()
     fits = fits and can_gather(reader, GRAD_OUTPUT, sending.exact)
     if not fits and sending.reduce is None:
         return None
-    part_of_sum = scatter_output(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
+    part_of_sum = scatter_output(y, dim, reader if fits else None, sending.wire(mesh, y, dim), needs_db)
     return DTensor.from_local(part_of_sum, mesh, [sending.output], run_check=False)
 
 
@@ -331,7 +327,8 @@ def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -
     read = None if places.roles[INPUT] else read_by(x, module, is_view=True)
     parts = Parts(mesh.get_group().group_name, places.roles, rank=mesh.get_local_rank())
     y = module.local_product(x, (local_weight, local_bias, weight), read, Rows(parts=parts))
-    if rowwise and (output := _scatter_sum(module, y, requires_grad(x), local_weight, local_bias, mesh)) is not None:
+    needs = requires_grad(x), requires_grad(local_weight), requires_grad(local_bias)
+    if rowwise and (output := _scatter_sum(module, y, needs, mesh)) is not None:
         return output
     return as_dtensor(y, (*input.shape[:-1], weight.shape[0]), mesh, places.output)
 

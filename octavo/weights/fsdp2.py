@@ -33,7 +33,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,15 @@ SecondHook = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Unsharde
 FirstHookResult = tuple[tuple[Tensor, ...], SecondHook]  # (tensors to send, each of as many rows on every rank, ...)
 
 
+class Unshard(NamedTuple):
+    """A call of FSDP2's first hook for a weight."""
+
+    shard: Tensor  # this rank's, without hooks
+    mesh: DeviceMesh  # over which FSDP2 sends
+    shape: torch.Size  # of the tensor that FSDP2 shards
+    mp_policy: MixedPrecisionPolicy
+
+
 class ShardHooks(Tensor):
     """FSDP2's two hooks: the local tensor of a sharded parameter that has them asks its module how it is gathered.
 
@@ -81,9 +90,8 @@ class ShardHooks(Tensor):
         """Return (tensors to send, each of as many rows as other ranks', the function that the second hook calls)."""
         before_gather = getattr(module._modules.get(self.part, module), "before_gather", None)
         # None for an embedding that shares its weight with a linear layer, and for experts that were restored
-        if before_gather is None:
-            return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
-        return before_gather(on_this_rank(self), mesh, outer_size, mp_policy)
+        unshard = Unshard(on_this_rank(self), mesh, outer_size, mp_policy)
+        return self.gather_without_recipe(unshard, module) if before_gather is None else before_gather(unshard)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: SecondHook, param_dtype: torch.dtype, *, out: Any = None
@@ -91,11 +99,9 @@ class ShardHooks(Tensor):
         """Return the unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
         return metadata(all_gather_outputs, param_dtype, out)
 
-    def gather_without_recipe(
-        self, mesh: DeviceMesh, outer_size: torch.Size, module: nn.Module, mp_policy: MixedPrecisionPolicy
-    ) -> FirstHookResult:
+    def gather_without_recipe(self, unshard: Unshard, module: nn.Module) -> FirstHookResult:
         """Return the first hook's result where the module is none of octavo's: FSDP2's way without hooks."""
-        return gather_as_it_is(on_this_rank(self), mesh, outer_size, mp_policy)
+        return gather_as_it_is(unshard)
 
 
 # FSDP2 asks for the first hook's signature before each call of it
@@ -131,14 +137,13 @@ _KEEPS = {
 }
 
 
-def gather_as_it_is(
-    shard: Tensor, mesh: DeviceMesh, outer_size: torch.Size, mp_policy: MixedPrecisionPolicy
-) -> FirstHookResult:
+def gather_as_it_is(unshard: Unshard) -> FirstHookResult:
     """Gather a shard as FSDP2 does without hooks; returns what the first hook returns."""
-    sent = padded_rows(shard, outer_size, mesh.size()).to(mp_policy.param_dtype or shard.dtype)
+    shard, mesh, shape, mp_policy = unshard
+    sent = padded_rows(shard, shape, mesh.size()).to(mp_policy.param_dtype or shard.dtype)
 
     # where FSDP2 refills a weight, it refills the gathered storage itself
-    return (sent,), lambda outputs, _, out: (without_padding(outputs[0], outer_size), ()) if out is None else None
+    return (sent,), lambda outputs, _, out: (without_padding(outputs[0], shape), ()) if out is None else None
 
 
 class GatheredWeight(ForProducts):

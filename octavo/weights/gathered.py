@@ -19,12 +19,12 @@ hook, which makes a GatheredWeight of all ranks' tensors. Who holds whom:
             .gather: that Gather
             .shard_cast: a ShardCast                how one shard is cast (weights/shard_cast.py); it holds no weight
             .codes: ShardCodes                      what the last cast wrote
-            .freshness: a Freshness                 whether these codes serve the next forward
+            .fresh_key: values                      whether these codes serve the next forward
     FSDP2's second hook, until the weight is there: a MakeWeight
 
 All shards of the model are cast in one launch by the first gather of each forward, so that no write to a weight is
 missed: torch moves no counter for ``p.data`` and ``torch._foreach_*`` of a DTensor. The gathers for backward send the
-same codes again: see Freshness. A gathered weight's codes and scales are always written together, also into what a
+same codes again: see InFP8. A gathered weight's codes and scales are always written together, also into what a
 forward saved.
 
 Under Delayed a weight that anything but its optimizer wrote takes the scale of its own amax.
@@ -36,7 +36,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ from octavo.tensor.pair import ForProducts, Operands
 from octavo.weights.fsdp2 import (
     FirstHookResult,
     GatheredWeight,
+    Unshard,
     UnshardedWeight,
     attach,
     gather_as_it_is,
@@ -69,18 +70,6 @@ from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, st
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-
-class Unshard(NamedTuple):
-    """A call of FSDP2's first hook for a module's weight: see ShardHooks."""
-
-    gather: Gather  # the module's
-    module: WeightReader
-    shard: Tensor
-    mesh: DeviceMesh  # over which FSDP2 sends
-    shape: torch.Size  # of the tensor that FSDP2 shards
-    mp_policy: MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +121,9 @@ class Way:
     def __str__(self) -> str:
         return f"{self.kind} ({self.why})" if self.why else self.kind
 
-    def send(self, unshard: Unshard) -> FirstHookResult:
-        """Return the tensors that FSDP2 sends of the shard, and its second hook."""
-        return gather_as_it_is(unshard.shard, unshard.mesh, unshard.shape, unshard.mp_policy)
+    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
+        """Return the tensors that FSDP2 sends of the shard, and its second hook; ``gather``: the module's."""
+        return gather_as_it_is(unshard)
 
 
 class AsStored(Way):
@@ -142,9 +131,9 @@ class AsStored(Way):
 
     kind = "as stored"
 
-    def send(self, unshard: Unshard) -> FirstHookResult:
+    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
-        gather, module, shard, mesh, shape, _ = unshard
+        shard, mesh, shape, _ = unshard
         assert isinstance(shard, StoredWeight)
         if shard.facts.scale_is_local:
             agree_on_scale(gather.parameter)
@@ -173,9 +162,9 @@ class CastAfter(Way):
 
     kind = "cast after"
 
-    def send(self, unshard: Unshard) -> FirstHookResult:
+    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
         """Return the shard in the dtype that is cast, and FSDP2's second hook."""
-        gather, module, shard, mesh, shape, mp_policy = unshard
+        shard, mesh, shape, mp_policy = unshard
         recipe = module.fp8.recipe
         if not is_running():
             gather.begin(module)
@@ -194,11 +183,12 @@ class CastAfter(Way):
         return (padded_rows(shard, shape, mesh.size()).to(dtype),), MakeWeight(shape, recipe.weight_key, read)
 
 
-class Freshness:
-    """Whether a weight's codes are fresh: the next gather for a forward sends them as they are, without a cast.
+class InFP8(Way):
+    """The way of a weight whose shards are cast, with those of its group's other weights, and sent as codes.
 
-    A cast of the group makes the codes of all its weights fresh, for one gather each. Codes that are no longer fresh
-    stay, for backward, until the next cast. Of two micro-batches of a model with the weights A and B:
+    Codes are fresh if the next gather for a forward sends them as they are, without a cast. A cast of the group makes
+    the codes of all its weights fresh, for one gather each. Codes that are no longer fresh stay, for backward, until
+    the next cast. Of two micro-batches of a model with the weights A and B:
 
         gather        is it fresh?      is cast       is sent             are fresh then
         forward 1  A  no: nothing cast  A and B       A's codes           B's
@@ -211,41 +201,12 @@ class Freshness:
     A checkpoint's gathers, for a forward that it computes again in backward, are gathers for backward. If forward 1 had
     not read B, B's codes would be fresh after it. They would not outlast any gather for backward, as an optimizer may
     write after it; nor a write to B, a load, or another mode or recipe of its module.
-    """
-
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
-        self._key: tuple[Any, ...] | None = None  # that of the last cast, if the codes were neither sent nor outdated
-
-    def is_fresh(self, module: WeightReader) -> bool:
-        """Whether the codes serve the forward for which the module's weight is gathered now."""
-        return self._key == self._key_now(module)
-
-    def was_cast(self, module: WeightReader) -> None:
-        """Note that the group's cast has begun, after which the codes are fresh."""
-        self._key = self._key_now(module)
-
-    def end(self) -> None:
-        """Note that a gather for a forward has sent the codes, or a write that no counter shows outdated them."""
-        self._key = None
-
-    def _key_now(self, module: WeightReader) -> tuple[Any, ...]:
-        """Return a key that differs from the last cast's if the codes are outdated.
-
-        It depends on no value of a weight, so all ranks decide alike.
-        """
-        gather = self._gather
-        with DisableTorchFunctionSubclass():  # ShardedWeight's would be called for a version
-            writes = gather.writes.last_step, gather.parameter._version, local_tensor(gather.parameter)._version
-        return gather.group.backwards, module.training, *writes, id(module.fp8.recipe)  # type: ignore[union-attr]
-
-
-class InFP8(Way):
-    """The way of a weight whose shards are cast, with those of its group's other weights, and sent as codes.
 
     Attributes:
         codes: the last cast's.
         step: the last step of the weight's optimizer before that cast, under Delayed.
+        fresh_key: ``key_now`` at that cast; None since a gather for a forward has sent the codes, or a write that no
+            counter shows outdated them.
     """
 
     kind = "in FP8"
@@ -255,25 +216,39 @@ class InFP8(Way):
         self.gather, self.shard_cast = gather, shard_cast
         self.codes: ShardCodes | None = None
         self.step = -1
-        self.freshness = Freshness(gather)
+        self.fresh_key: tuple[Any, ...] | None = None
 
     @property
     def shard(self) -> Tensor:
         """This rank's shard."""
         return on_this_rank(self.gather.parameter)
 
-    def send(self, unshard: Unshard) -> FirstHookResult:
+    def is_fresh(self, module: WeightReader) -> bool:
+        """Whether the codes serve the forward for which the module's weight is gathered now."""
+        return self.fresh_key == self.key_now(module)
+
+    def key_now(self, module: WeightReader) -> tuple[Any, ...]:
+        """Return a key that differs from the last cast's if the codes are outdated.
+
+        It depends on no value of a weight, so all ranks decide alike.
+        """
+        gather = self.gather
+        with DisableTorchFunctionSubclass():  # ShardedWeight's would be called for a version
+            writes = gather.writes.last_step, gather.parameter._version, local_tensor(gather.parameter)._version
+        return gather.group.backwards, module.training, *writes, id(module.fp8.recipe)  # type: ignore[union-attr]
+
+    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales that ranks don't share, and FSDP2's second hook."""
-        module, group = unshard.module, self.gather.group
+        group = gather.group
         assert group is not None
         # for backward: also for a forward that a checkpoint computes again
         if is_running() and self.codes is not None:
             group.backwards += 1
         else:
             # cast all shards of the group, unless the gather of another weight for the same forward has done so
-            if not self.freshness.is_fresh(module):
-                group.cast_shards(self.gather.parameter.device_mesh, unshard.mesh)
-            self.freshness.end()
+            if not self.is_fresh(module):
+                group.cast_shards(gather.parameter.device_mesh, unshard.mesh)
+            self.fresh_key = None
         group.wait_for_casts()
         codes, recipe = self.codes.on(unshard.shard.device), module.fp8.recipe  # type: ignore[union-attr]
         read = functools.partial(self.shard_cast.read, codes=codes, may_pad=recipe.may_pad)
@@ -346,7 +321,7 @@ class Gather:
     def was_written(self) -> None:
         """Note a write that may move no counter: through ``.data``, or a load's to a shard without rows."""
         if isinstance(self._way, InFP8):
-            self._way.freshness.end()
+            self._way.fresh_key = None
 
     def join(self, group: GatherGroup, module: WeightReader, name: str) -> None:
         """Find scales together with this group's weights from now on."""
@@ -425,12 +400,10 @@ class Gather:
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not self.for_training:
             self.begin(module)
 
-    def send(
-        self, module: WeightReader, shard: Tensor, mesh: DeviceMesh, shape: torch.Size, mp_policy: MixedPrecisionPolicy
-    ) -> FirstHookResult:
+    def send(self, module: WeightReader, unshard: Unshard) -> FirstHookResult:
         """Return the tensors that FSDP2 sends of the weight, and its second hook: see ShardHooks."""
         if not self.settings_agree:
-            weight_mesh = mesh if self.parameter is None else self.parameter.device_mesh
+            weight_mesh = unshard.mesh if self.parameter is None else self.parameter.device_mesh
             others = [] if self.group is None else [other for other, _ in self.group.gathers_on(weight_mesh)]
             check_layers_agree(others or [module], weight_mesh)
         way = self.way(module)
@@ -441,7 +414,7 @@ class Gather:
                 "module that fully_shard was applied to, or one that holds it"
             )
         self.sent_as = sent_as
-        return way.send(Unshard(self, module, shard, mesh, shape, mp_policy))
+        return way.send(self, module, unshard)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Gather, (self.group, self.is_shared, self.name)
@@ -544,7 +517,7 @@ class GatherGroup:
         for module, gather in self.gathers_on(weight_mesh):
             if isinstance(way := gather.way(module), InFP8):
                 gather.begin(module)
-                way.freshness.was_cast(module)
+                way.fresh_key = way.key_now(module)
                 shard, as_is = on_this_rank(gather.parameter), module.fp8.recipe.weight_casts.as_is
                 key = (as_is, shard.dtype, shard.device) if way.shard_cast.in_one_launch else way  # way: alone
                 launches.setdefault(key, []).append(way)

@@ -142,8 +142,9 @@ def fp8_operands(
     the weight; ``state``: what ``fresh_state`` returned; ``rows``: how the rows that it is multiplied by lie.
     """
     # stored or gathered
-    is_whole = rows.parts is None and module.exchange is None
-    holder = parameter if is_whole else _holder_of_codes(module, weight_NK, parameter, rows)
+    holder = parameter if rows.parts is None else weight_NK  # under tensor parallelism the part has its codes
+    if module.exchange is not None and (stored := local_stored(parameter)) is not None:
+        holder = stored  # this rank's experts, of which ``weight_NK`` is a view
     if isinstance(holder, HOLDING_CODES):
         _refuse_tracing()
         # by the class: torch.compile would make an op of a call of the tensor's own method
@@ -163,18 +164,6 @@ def fp8_operands(
     if not is_parameter:  # backward commits what amax the operands have to the module's history, which isn't this one's
         operands = operands._replace(amax=None)
     return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands
-
-
-def _holder_of_codes(module: WeightReader, weight_NK: Tensor, parameter: Tensor, rows: Rows) -> Tensor:
-    """Return the tensor that has the codes of this rank's part of a weight on several ranks, if it lives in FP8.
-
-    ranks hold different experts, stored in FP8    this rank's shard, of which ``weight_NK`` is a view
-    tensor parallelism                             ``weight_NK``
-    any other                                      ``parameter``
-    """
-    if module.exchange is not None and (stored := local_stored(parameter)) is not None:
-        return stored
-    return parameter if rows.parts is None else weight_NK
 
 
 def is_freed_after_forward(module: WeightReader, parameter: Tensor) -> bool:

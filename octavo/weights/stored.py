@@ -40,6 +40,7 @@ from octavo.weights.bucket import FLATTENED
 from octavo.weights.fsdp2 import (
     FirstHookResult,
     ShardHooks,
+    Unshard,
     like_sharded,
     maximum_over_shards,
     on_this_rank,
@@ -288,9 +289,7 @@ class StoredWeight(ShardHooks, Pair):
         as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.may_pad, transposed or swaps)
         return Operands(second, as_is) if swaps else Operands(as_is, second)
 
-    def gather_without_recipe(
-        self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any
-    ) -> FirstHookResult:
+    def gather_without_recipe(self, unshard: Unshard, module: torch.nn.Module) -> FirstHookResult:
         """Raise UnsupportedOpError: only octavo's modules read codes."""
         raise UnsupportedOpError(
             f"a {type(module).__name__} can't read a weight that is stored in FP8; octavo.convert(model, recipe, "

@@ -11,7 +11,8 @@ from octavo import HigherOrderGradientError, recipes
 from octavo.autograd import casts
 from octavo.autograd import chain as module
 from octavo.autograd.casts import CastRequest, cast_role
-from octavo.autograd.chain import Chain, activated_linear, run_chain
+from octavo.autograd.chain import Chain, ChainTensors, activated_linear
+from octavo.autograd.chain import run_chain as run_on_tensors
 from octavo.autograd.gather_input import cast_norm
 from octavo.autograd.norm import Norm, norm_and_branch
 from octavo.autograd.observer import Observer
@@ -30,6 +31,10 @@ each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 def layer(weight: Tensor, recipe) -> Layer:
     state = delayed_state(recipe)
     return Layer(cast_role(weight.detach(), CastRequest(recipe, WEIGHT, True, True), state), recipe, state, True)
+
+
+def run_chain(x: Tensor, norm_parameters: tuple, parameters: list[tuple], chain: Chain) -> Any:
+    return run_on_tensors(ChainTensors(x, *norm_parameters, *itertools.chain(*parameters)), chain)
 
 
 def weights(*shapes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:

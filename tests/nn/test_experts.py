@@ -19,7 +19,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerTensor, recipes
 from octavo.autograd.casts import CastRequest, cast_role
-from octavo.autograd.chain import Chain, run_chain
+from octavo.autograd.chain import Chain, ChainTensors, run_chain
 from octavo.autograd.products import Layer
 from octavo.kernels.reference.activation import activate
 from octavo.nn.candidates import features
@@ -77,11 +77,11 @@ class Loop(nn.Module):
             parameters, layers = [], []
             for part in (self.gate_up, self.down):
                 weight = part.weight[expert]
-                parameters.append((weight, None if part.bias is None else part.bias[expert]))
+                parameters += [weight, None if part.bias is None else part.bias[expert]]
                 operands = cast_role(weight.detach(), CastRequest(part.recipe, WEIGHT, True, True), None)
                 layers.append(Layer(operands, part.recipe, None, False))
             chain = Chain(None, tuple(layers), self.activation, x.dtype, False)
-            y = y.index_put((token, place), run_chain(x[token], (None, None), parameters, chain))
+            y = y.index_put((token, place), run_chain(ChainTensors(x[token], None, None, *parameters), chain))
         return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 

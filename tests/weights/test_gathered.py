@@ -153,21 +153,21 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
 
 
 def test_codes_are_fresh_for_one_gather_of_a_forward(mesh, monkeypatch):
-    """The table of Freshness: casts and gathers of two micro-batches, with the weights that are fresh after each."""
+    """The table of InFP8: casts and gathers of two micro-batches, with the weights that are fresh after each."""
     model = to_fp8(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), recipes.dynamic())
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     names, notes = dict(zip(model, "AB", strict=True)), []
 
     def fresh():
-        return [name for layer, name in names.items() if layer.fp8.gather.way(layer).freshness.is_fresh(layer)]
+        return [name for layer, name in names.items() if layer.fp8.gather.way(layer).is_fresh(layer)]
 
     def noting(kind, method):
         original = getattr(kind, method)
 
-        def noted(self, unshard, *rest):
-            result = original(self, unshard, *rest)
-            notes.append((names[unshard.module] if kind is gather.InFP8 else "cast", *fresh()))
+        def noted(self, of, module, *rest):
+            result = original(self, of, module, *rest)
+            notes.append((names[module] if kind is gather.InFP8 else "cast", *fresh()))
             return result
 
         monkeypatch.setattr(kind, method, noted)
