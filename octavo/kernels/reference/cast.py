@@ -113,35 +113,32 @@ def cast(
         _write_groups(source, CastTarget(first, *results), output.pad, offsets, write)
     elif second is None:
         codes, transposed, scale_inv, amax, *_ = results
-        recast = None if output.recast is None else _recast_target(output, results[-1])
+        recast = None
+        if output.recast is not None:  # nobody reads its scale_inv
+            unread = scale_inv.new_empty((1, 1), dtype=torch.float32)
+            recast = _target_in_one_layout(output.recast, results[-1], unread, output.recast_transposed)
         write(source, [CastTarget(first, codes, transposed, scale_inv, amax)], sums_or_statistics, recast)
         if output.keep and not is_norm:
             kept_scale = results[5]
             kept_scale.copy_(_scale(first, amax).view(1))
     else:
         codes, second_codes, scale_inv, second_scale_inv, *_ = results
-        none, second_scales = (
-            no_codes(codes, second.dtype),
-            second_scale_inv.t() if output.transpose else second_scale_inv,
-        )
-        both = (none, second_codes) if output.transpose else (second_codes, none)
-        targets = [
-            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
-            CastTarget(second, *both, second_scales, torch.empty_like(second_scales, dtype=torch.float32)),
-        ]
-        if E2M1.dtype in (first.dtype, second.dtype):  # whose amax is one number
-            targets = [t._replace(amax=t.amax.new_empty((1, 1))) if t.scaling.is_packed else t for t in targets]
-        write(source, targets, sums_or_statistics, None)
+        second_scales = second_scale_inv.t() if output.transpose else second_scale_inv
+        second_target = _target_in_one_layout(second, second_codes, second_scales, output.transpose)
+        write(source, [_target_in_one_layout(first, codes, scale_inv), second_target], sums_or_statistics, None)
     return results
 
 
-def _recast_target(output: Output, codes: Tensor) -> CastTarget:
-    """Return the target of an activation that is cast beside its gradient; nobody reads its scale_inv and amax."""
-    assert output.recast is not None
+def _target_in_one_layout(
+    scaling: Scaling, codes: Tensor, scale_inv: Tensor, is_transposed: bool = False
+) -> CastTarget:
+    """Return a target that has these codes, as the matrix lies or transposed, alone, and whose amax nobody reads."""
     none = no_codes(codes, codes.dtype)
-    layouts = (none, codes) if output.recast_transposed else (codes, none)
-    scale_inv_and_amax = codes.new_empty((2, 1, 1), dtype=torch.float32)
-    return CastTarget(output.recast, *layouts, *scale_inv_and_amax)
+    if scaling.is_packed:
+        amax = scale_inv.new_empty((1, 1), dtype=torch.float32)
+    else:
+        amax = torch.empty_like(scale_inv, dtype=torch.float32)
+    return CastTarget(scaling, *((none, codes) if is_transposed else (codes, none)), scale_inv, amax)
 
 
 def _with_swizzled_scales(
