@@ -18,7 +18,6 @@ expert's matrix has its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -61,22 +60,10 @@ class Piece:
         return scales[self.rows, first : first + count, None]
 
     def index(self, device: torch.device) -> Tensor:
-        """Return the elements' indices in the whole tensor [rows, blocks, width], int32 or, where past 2^31, int64."""
+        """Return the elements' indices in the whole tensor [rows, blocks, width], int64."""
         rows, cols = self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
-        if cols == self.row_length or rows == 1:
-            if self.start + rows * cols < 1 << 31:
-                return counted(rows * cols, device).add(self.start).view(rows, -1, self.width)
-            indices = torch.arange(self.start, self.start + rows * cols, device=device)
-        else:
-            starts = torch.arange(rows, device=device).mul_(self.row_length).add_(self.start)
-            indices = starts[:, None] + torch.arange(cols, device=device)
-        return indices.view(rows, -1, self.width)
-
-
-@functools.lru_cache(maxsize=8)
-def counted(count: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ..., count - 1, int32; not to be written to."""
-    return torch.arange(count, dtype=torch.int32, device=device)
+        starts = torch.arange(rows, device=device).mul_(self.row_length).add_(self.start)
+        return (starts[:, None] + torch.arange(cols, device=device)).view(rows, -1, self.width)
 
 
 def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_length: int = 0) -> Iterator[Piece]:
