@@ -159,7 +159,7 @@ def granularity_of(tile: Sequence[int]) -> Granularity:
     return _WITHOUT_BLOCKS.get(tuple(tile)) or PerBlock(*tile)
 
 
-_WITHOUT_BLOCKS = {granularity.tile: granularity for granularity in (PerTensor(), PerRow(), PerRow(dim=-2))}
+_WITHOUT_BLOCKS: dict[tuple[int, ...], Granularity] = {one.tile: one for one in (PerTensor(), PerRow(), PerRow(dim=-2))}
 
 
 def check_packed(granularity: Granularity, power_of_two: bool, where: str = "") -> None:
