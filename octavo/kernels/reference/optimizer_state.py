@@ -193,8 +193,7 @@ class MomentTensors(Scaled):
         if self.fmt is None:
             if bits is not None:
                 wide = round_to_bf16(wide, bits, replaced)
-            if stored.data_ptr() != wide.data_ptr():
-                stored.copy_(wide)
+            stored.copy_(wide)  # a copy to itself costs nothing
             return
         assert self.scale_inv is not None
         if self.root:
@@ -298,8 +297,7 @@ class MasterWeight(Scaled):
             if self.is_random:
                 assert random is not None
                 wide = round_to_bf16(wide, random)
-            if weight.data_ptr() != wide.data_ptr():
-                weight.copy_(wide)
+            weight.copy_(wide)  # a copy to itself costs nothing
             return
         bits = wide.view(torch.int32)
         finite = bool(torch.isfinite(wide.sum()))
@@ -360,11 +358,10 @@ class Fp8Weight(Scaled):
         """Return the master of one of the ``matrices``, over the same memory."""
         if self.scale_inv.ndim == 2 or not len(self.scale_inv):
             return self
-        rows = self.weight.shape[0] // self.matrices
-        part = slice(index * rows, (index + 1) * rows)
-        low_bits = None if self.low_bits is None else self.low_bits[part]
+        weight, low_bits = (rows_of(x, index, self.matrices) for x in (self.weight, self.low_bits))
+        assert weight is not None
         amax = None if self.amax is None else self.amax[index]
-        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=low_bits, amax=amax)
+        return replace(self, weight=weight, scale_inv=self.scale_inv[index], low_bits=low_bits, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
         """Return the values of all matrices in float32, as Scaled does."""
