@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from octavo.formats import E2M1, HIGH_PRECISION
+from octavo.formats import E2M1, HIGH_PRECISION, format_of
 from octavo.granularity import ALL, NV, Tile, check_packed, granularity_of, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.checks import (
@@ -39,7 +39,7 @@ from octavo.kernels.checks import (
 )
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded_size, plain_scales, swizzled_size, unpacked_shape
-from octavo.numerics import E8M0, delayed_or, scale_inv_dtype
+from octavo.numerics import E8M0, scale_from_amax, scale_inv_dtype
 
 
 class Counted:
@@ -150,11 +150,10 @@ class Scaling(NamedTuple):
         """The delayed scale, or 0 where the scale will come from the tensor's own amax."""
         return 0.0 if self.delayed_scale is None else self.delayed_scale.tolist()[self.role]
 
-    def delayed_or(self, scale: Tensor) -> Tensor:
-        """Return the delayed scale; where there is none, or it is 0, ``scale``."""
-        if self.delayed_scale is None:
-            return scale
-        return delayed_or(self.delayed_scale[self.role], scale)
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """Return the delayed scale; else, or where that is 0, the scales of ``amax``. Of E2M1 they are outer scales."""
+        delayed = None if self.delayed_scale is None else self.delayed_scale[self.role]
+        return scale_from_amax(amax, format_of(self.dtype).limit, self.power_of_two, self.margin, delayed)
 
 
 class Output(NamedTuple):
@@ -385,7 +384,8 @@ def _unpack_cast(
         _check_groups(tensor_source, first, offsets)
     elif not output.as_is:
         raise ValueError("as_is=False is not taken where rows are in no groups: cast x.t()")
-    if first.swizzles or first.is_packed or (second is not None and second.is_packed):
+    # by dtypes, as properties are calls
+    if first.swizzles or first.dtype is E2M1.dtype or (second is not None and second.dtype is E2M1.dtype):
         _check_scalings(first, second, output, offsets)
     return source, first, second, output, offsets
 
@@ -420,6 +420,8 @@ def _with_heads(
 
     ``named``: the op's named arguments that are left: those two kinds. ``refused``: others that heads don't have.
     """
+    if not named:
+        return source, output
     scale, dtype, transposed = (named.pop(f"recast_{name}", None) for name in ("scale", "dtype", "transposed"))
     if scale is not None:
         if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
@@ -542,22 +544,15 @@ def _unpack_matmul(*flat: Any) -> tuple[Any, ...]:
 
 
 def _unpack_grouped_matmul(*flat: Any, **pad: int) -> tuple[Any, ...]:
-    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``grouped_matmul``."""
-    offsets, bias, out_dtype, fast_accum, *pad_by_position = flat[6:]
-    a, b, _ = _operands(*flat[:6], bias)
-    operands = GroupedOperands(a, b, offsets, bias, *pad_by_position, **pad)
-    check_grouped_operands(operands)
-    return operands, out_dtype, fast_accum
-
-
-def check_grouped_operands(operands: GroupedOperands) -> None:
-    """Check the shapes of a grouped product's operands.
+    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``grouped_matmul``.
 
     Raises:
         TypeError: for offsets that are not int32.
         ValueError: for operands, scales, a bias or offsets whose shapes don't fit, with both.
     """
-    a, b, offsets, bias, _ = operands
+    offsets, bias, out_dtype, fast_accum, *pad_by_position = flat[6:]
+    a, b, _ = _operands(*flat[:6], bias)
+    operands = GroupedOperands(a, b, offsets, bias, *pad_by_position, **pad)
     check_offsets_kind(offsets, a.codes.device)
     groups = offsets.shape[0]
     check_terms((a.codes.shape, a.codes.dtype), (b.codes.shape, b.codes.dtype))
@@ -567,13 +562,14 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
         check_shape("bias", bias, b.codes.shape[:2])
         _check_scales("a's scale_inv", *a, groups)
         check_shape("b's scale_inv", b.scale_inv, (groups, *scale_shape(b.codes.shape[1:], b.tile)))
-        return
+        return operands, out_dtype, fast_accum
     if bias is not None:
         raise ValueError("a bias is added where a's rows are in groups: b is then [groups, N, K]")
     for name, (codes, scale_inv, tile) in (("a's scale_inv", a), ("b's scale_inv", b)):
         # along the terms there are more blocks than the number of padded codes says
         blocks = groups if tile[1] == ALL else scale_inv.shape[1]
         check_shape(name, scale_inv, (tiles_along(codes.shape[0], tile[0]), blocks))
+    return operands, out_dtype, fast_accum
 
 
 def _operands(*flat: Any) -> ProductArguments:

@@ -70,8 +70,6 @@ def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_len
     """Split a matrix into pieces; it begins at this row and column of a tensor with this row length (0: ``cols``)."""
     whole, length = cols - cols % BLOCK, row_length or cols
     for begin, end, width in ((0, whole, BLOCK), (whole, cols, cols - whole)):
-        if begin == end:
-            continue
         step = max(PIECE // BLOCK * BLOCK, width)
         for left in range(begin, end, step):
             right = min(left + step, end)
