@@ -64,10 +64,8 @@ class Format:
     @property
     def max(self) -> float:
         """The largest finite value."""
-        top, digits = 2**self.exponent_bits - 1 - self.bias, self.mantissa_bits
-        if self.has_inf:  # the top exponent is not for numbers
-            return (2.0 - 2.0**-digits) * 2.0 ** (top - 1)
-        return (2.0 - 2.0 ** (1 - digits if self.has_nan else -digits)) * 2.0**top  # only the top mantissa is NaN
+        exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)
+        return (1.0 + mantissa * 2.0**-self.mantissa_bits) * 2.0 ** (exponent - self.bias)
 
     @property
     def limit(self) -> float:
@@ -95,10 +93,9 @@ class Format:
     @property
     def max_code(self) -> int:
         """The code of the largest finite value."""
-        top = (1 << self.exponent_bits) - 1 << self.mantissa_bits
-        if not self.has_nan:
-            return top + (1 << self.mantissa_bits) - 1
-        return top - 1 if self.has_inf else self.nan_code - 1
+        # above it are inf and NaNs, which take the whole top exponent, or NaN alone, if the format has one
+        above = 1 << self.mantissa_bits if self.has_inf else int(self.has_nan)
+        return (1 << self.exponent_bits + self.mantissa_bits) - 1 - above
 
     @property
     def nan_code(self) -> int:

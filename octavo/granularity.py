@@ -156,14 +156,10 @@ def granularity_of(tile: Sequence[int]) -> Granularity:
         >>> granularity_of((1, -1)), granularity_of((128, 128))
         (PerRow(), PerBlock(128, 128))
     """
-    rows, cols = tile
-    if rows == ALL and cols == ALL:
-        return PerTensor()
-    if cols == ALL and rows == 1:
-        return PerRow()
-    if rows == ALL and cols == 1:
-        return PerRow(dim=-2)
-    return PerBlock(rows, cols)
+    return _WITHOUT_BLOCKS.get(tuple(tile)) or PerBlock(*tile)
+
+
+_WITHOUT_BLOCKS: dict[tuple[int, ...], Granularity] = {one.tile: one for one in (PerTensor(), PerRow(), PerRow(dim=-2))}
 
 
 def check_packed(granularity: Granularity, power_of_two: bool, where: str = "") -> None:

@@ -69,7 +69,7 @@ def scale_from_amax(
         limit: ``Format.limit`` of the codes' format.
         power_of_two: round the scale down to a power of two.
         margin: divide the scale by 2^margin.
-        delayed: scales that replace those of ``amax``, see ``delayed_or``.
+        delayed: scales that replace those of ``amax``, but where they are 0, which says that there is no history yet.
 
     Returns:
         float32, shape of ``amax``, broadcast with that of ``delayed``.
@@ -84,12 +84,7 @@ def scale_from_amax(
     if power_of_two:
         scale = floor_power_of_two(scale)
     scale = torch.where(amax > 0, scale.clamp(MIN_SCALE, MAX_SCALE), 1.0)
-    return scale if delayed is None else delayed_or(delayed, scale)
-
-
-def delayed_or(delayed: Tensor, scale: Tensor) -> Tensor:
-    """Return the delayed scales; where one is 0, which says that there is no history yet, that of ``scale``."""
-    return torch.where(delayed == 0, scale, delayed)
+    return scale if delayed is None else torch.where(delayed == 0, scale, delayed)
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previous: float = 1.0) -> float:

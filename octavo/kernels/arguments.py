@@ -7,7 +7,7 @@ results by the functions here. In this order:
                  CastLists; CountedCast, WatchedOperand; OperandPair, ProductArguments, GroupedOperands; NormGradient;
                  LossRows, before its parser
     parsing      _unpack_OP: an op's flat arguments to the values that its kernels take, after the checks that need
-                 more than one of them; _source_of, _scaling_options and _with_recast each take some of cast's
+                 more than one of them; _source_of, _scaling_options and _with_heads each take some of cast's
     by op name   UNPACK and ``unpacking``, by which a kernel of values becomes one of flat arguments
     allocation   NewTensor and ``allocated``; new_OP: an op's results, unwritten; ``_results_of`` has a cast's shapes
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from octavo.formats import E2M1, HIGH_PRECISION
+from octavo.formats import E2M1, HIGH_PRECISION, format_of
 from octavo.granularity import ALL, NV, Tile, check_packed, granularity_of, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.checks import (
@@ -39,7 +39,7 @@ from octavo.kernels.checks import (
 )
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded_size, plain_scales, swizzled_size, unpacked_shape
-from octavo.numerics import E8M0, delayed_or, scale_inv_dtype
+from octavo.numerics import E8M0, scale_from_amax, scale_inv_dtype
 
 
 class Counted:
@@ -150,11 +150,10 @@ class Scaling(NamedTuple):
         """The delayed scale, or 0 where the scale will come from the tensor's own amax."""
         return 0.0 if self.delayed_scale is None else self.delayed_scale.tolist()[self.role]
 
-    def delayed_or(self, scale: Tensor) -> Tensor:
-        """Return the delayed scale; where there is none, or it is 0, ``scale``."""
-        if self.delayed_scale is None:
-            return scale
-        return delayed_or(self.delayed_scale[self.role], scale)
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """Return the delayed scale; else, or where that is 0, the scales of ``amax``. Of E2M1 they are outer scales."""
+        delayed = None if self.delayed_scale is None else self.delayed_scale[self.role]
+        return scale_from_amax(amax, format_of(self.dtype).limit, self.power_of_two, self.margin, delayed)
 
 
 class Output(NamedTuple):
@@ -360,22 +359,18 @@ def _unpack_cast(
     if delayed_scale is not None and (delayed_scale.dtype != torch.float32 or not 0 <= role < delayed_scale.numel()):
         raise ValueError(f"delayed_scale {list(delayed_scale.shape)}, {delayed_scale.dtype}: role {role} is no element")
     tensor_source, output, named = _source_of(x, *flat, offsets=offsets, **named)
-    source: Castable = tensor_source
     first = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
     if not (named or output.keep or not output.as_is or offsets is not None or dtype is E2M1.dtype):
-        return source, first, None, output, None
+        return tensor_source, first, None, output, None
     # ``named`` is this call's own dict: each of these takes its arguments out, and what is left is k, v, cos and sin
     options, second = _scaling_options(named)
     first = Scaling(*first[:6], *options)
     kind, gamma, beta = named.pop("kind", ""), named.pop("gamma", None), named.pop("beta", None)
     eps, zero_centered = named.pop("eps", 0.0), named.pop("zero_centered", False)
-    output, heads = _with_recast(output, tensor_source, named)
-    activation, column_sum = tensor_source.activation, output.column_sum
-    if heads:
-        _refuse("gradients of heads are cast", activation=activation, gamma=gamma, offsets=offsets)
-        source = _heads_to_cast(x, heads)
+    source, output = _with_heads(tensor_source, output, named, gamma=gamma, offsets=offsets)
+    column_sum = output.column_sum
     if gamma is not None:
-        _refuse("a norm is cast", activation=activation, column_sum=column_sum, offsets=offsets)
+        _refuse("a norm is cast", activation=tensor_source.activation, column_sum=column_sum, offsets=offsets)
         check_norm(x, kind, gamma, beta=(beta, "C"))
         source = NormSource(x, gamma, beta, kind, eps, zero_centered)
     else:
@@ -389,7 +384,8 @@ def _unpack_cast(
         _check_groups(tensor_source, first, offsets)
     elif not output.as_is:
         raise ValueError("as_is=False is not taken where rows are in no groups: cast x.t()")
-    if first.swizzles or first.is_packed or (second is not None and second.is_packed):
+    # by dtypes, as properties are calls
+    if first.swizzles or first.dtype is E2M1.dtype or (second is not None and second.dtype is E2M1.dtype):
         _check_scalings(first, second, output, offsets)
     return source, first, second, output, offsets
 
@@ -417,24 +413,30 @@ def _check_scalings(first: Scaling, second: Scaling | None, output: Output, offs
             raise ValueError(f"E2M1, pad={output.pad}: it is cast with pad=16, and not of rows in groups")
 
 
-def _with_recast(output: Output, source: CastSource, named: dict[str, Any]) -> tuple[Output, dict[str, Tensor]]:
-    """Return (the output with the recast that the op's ``recast_`` arguments ask for, the tensors of heads by name).
+def _with_heads(
+    source: CastSource, output: Output, named: dict[str, Any], **refused: Tensor | None
+) -> tuple[Castable, Output]:
+    """Return the source, or gradients of heads, and the output with what the op's ``recast_`` arguments ask for.
 
-    ``named``: the op's named arguments that are left: those two kinds.
+    ``named``: the op's named arguments that are left: those two kinds. ``refused``: others that heads don't have.
     """
     if not named:
-        return output, {}
+        return source, output
     scale, dtype, transposed = (named.pop(f"recast_{name}", None) for name in ("scale", "dtype", "transposed"))
-    heads = {name: tensor for name, tensor in named.items() if tensor is not None}
-    if scale is None:
-        return output, heads
-    if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
-        raise ValueError(
-            "recast_scale: give recast_dtype, and an activation's gradient whose preactivation is no codes"
-        )
-    check_shape("recast_scale", scale, (1,))
-    scaling = Scaling(dtype, (ALL, ALL), False, 0, scale)
-    return output._replace(recast=scaling, recast_transposed=bool(transposed)), heads
+    if scale is not None:
+        if dtype is None or source.preactivation is None or source.h_scale_inv is not None:
+            raise ValueError(
+                "recast_scale: give recast_dtype, and an activation's gradient whose preactivation is no codes"
+            )
+        check_shape("recast_scale", scale, (1,))
+        recast = Scaling(dtype, (ALL, ALL), False, 0, scale)
+        output = output._replace(recast=recast, recast_transposed=bool(transposed))
+    if not (heads := {name: tensor for name, tensor in named.items() if tensor is not None}):
+        return source, output
+    _refuse("gradients of heads are cast", activation=source.activation, **refused)
+    if heads.keys() != {"k", "v", "cos", "sin"}:
+        raise ValueError(f"k is cast with x, v, cos and sin: give all of them, not {', '.join(heads)}")
+    return _unpack_rotary(source.x, *(heads[name] for name in ("k", "v", "cos", "sin")), True)[0], output
 
 
 def _refuse(where: str, **arguments: Any) -> None:
@@ -459,11 +461,7 @@ def _unpack_cast_and_commit(x: Tensor, *flat: Any, **named: Any) -> tuple[Any, .
     check_state(*state_and_amaxes)
     delayed_scale, *_ = state_and_amaxes
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)  # grad_output's
-    tensor_source, output, named = _source_of(x, *others, **named)
-    output, heads = _with_recast(output, tensor_source, named)
-    if heads:
-        _refuse("gradients of heads are cast", activation=tensor_source.activation)
-    source: Castable = _heads_to_cast(x, heads) if heads else tensor_source
+    source, output = _with_heads(*_source_of(x, *others, **named))
     return source, scaling, Commit(*state_and_amaxes, *update), output
 
 
@@ -478,13 +476,6 @@ def _unpack_delayed_update(*flat: Any) -> tuple[Commit, Tensor | None]:
     """Return (commit, amax of grad_output or None) of the flat arguments of the op ``delayed_update``."""
     check_state(*flat[:6])
     return Commit(*flat[:5], *flat[6:]), flat[5]
-
-
-def _heads_to_cast(q: Tensor, heads: dict[str, Tensor]) -> RotaryHeads:
-    """Return gradients of heads as the source of a cast, of q and the tensors that go by these names."""
-    if heads.keys() != {"k", "v", "cos", "sin"}:
-        raise ValueError(f"k is cast with x, v, cos and sin: give all of them, not {', '.join(heads)}")
-    return _unpack_rotary(q, *(heads[name] for name in ("k", "v", "cos", "sin")), True)[0]
 
 
 def _unpack_rotary(*flat: Any) -> tuple[RotaryHeads]:
@@ -553,22 +544,15 @@ def _unpack_matmul(*flat: Any) -> tuple[Any, ...]:
 
 
 def _unpack_grouped_matmul(*flat: Any, **pad: int) -> tuple[Any, ...]:
-    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``grouped_matmul``."""
-    offsets, bias, out_dtype, fast_accum, *pad_by_position = flat[6:]
-    a, b, _ = _operands(*flat[:6], bias)
-    operands = GroupedOperands(a, b, offsets, bias, *pad_by_position, **pad)
-    check_grouped_operands(operands)
-    return operands, out_dtype, fast_accum
-
-
-def check_grouped_operands(operands: GroupedOperands) -> None:
-    """Check the shapes of a grouped product's operands.
+    """Return (operands, out_dtype, fast_accum) of the flat arguments of the op ``grouped_matmul``.
 
     Raises:
         TypeError: for offsets that are not int32.
         ValueError: for operands, scales, a bias or offsets whose shapes don't fit, with both.
     """
-    a, b, offsets, bias, _ = operands
+    offsets, bias, out_dtype, fast_accum, *pad_by_position = flat[6:]
+    a, b, _ = _operands(*flat[:6], bias)
+    operands = GroupedOperands(a, b, offsets, bias, *pad_by_position, **pad)
     check_offsets_kind(offsets, a.codes.device)
     groups = offsets.shape[0]
     check_terms((a.codes.shape, a.codes.dtype), (b.codes.shape, b.codes.dtype))
@@ -578,13 +562,14 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
         check_shape("bias", bias, b.codes.shape[:2])
         _check_scales("a's scale_inv", *a, groups)
         check_shape("b's scale_inv", b.scale_inv, (groups, *scale_shape(b.codes.shape[1:], b.tile)))
-        return
+        return operands, out_dtype, fast_accum
     if bias is not None:
         raise ValueError("a bias is added where a's rows are in groups: b is then [groups, N, K]")
     for name, (codes, scale_inv, tile) in (("a's scale_inv", a), ("b's scale_inv", b)):
         # along the terms there are more blocks than the number of padded codes says
         blocks = groups if tile[1] == ALL else scale_inv.shape[1]
         check_shape(name, scale_inv, (tiles_along(codes.shape[0], tile[0]), blocks))
+    return operands, out_dtype, fast_accum
 
 
 def _operands(*flat: Any) -> ProductArguments:

@@ -13,6 +13,7 @@ Only the device knows how large groups are, so the sizes of the results depend o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,16 +78,14 @@ def check_offsets(offsets: Tensor, rows: int) -> list[int]:
         [3, 3, 8]
     """
     ends: list[int] = offsets.tolist()
-    previous_end = 0
-    for group, end in enumerate(ends):
-        if end < previous_end:
+    for group, (start, end) in enumerate(itertools.pairwise((0, *ends))):
+        if end < start:
             raise ValueError(
-                f"offsets[{group}] = {end} is below {previous_end}, where the group begins: offsets are the cumulative "
-                "sizes of groups, and ascend"
+                f"offsets[{group}] = {end} is below {start}, where the group begins: offsets are the cumulative sizes "
+                "of groups, and ascend"
             )
         if end > rows:
             raise ValueError(f"offsets[{group}] = {end}: there are {rows} rows")
-        previous_end = end
     return ends
 
 

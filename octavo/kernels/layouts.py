@@ -5,6 +5,7 @@ Casts that write swizzled scales are frozen: no new features until a GPU shows w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -24,16 +25,17 @@ def needs_transposed_codes(device: torch.device) -> bool:
     True where FP8 is native: Ada's and Hopper's FP8 tensor cores have no transposed form, and torch's product takes no
     other layout on later GPUs either. The reference reads any strides.
     """
-    if device.type != "cuda":
-        return False
-    if (native := _native.get(device)) is None:
-        native = runs_natively(device)
-        if not torch.compiler.is_compiling():
-            _native[device] = native
-    return native
+    return device.type == "cuda" and _is_native(device)
 
 
-_native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; dynamo warns of functools.cache
+# dynamo, which warns of functools.cache, asks it while it traces; torch.compiler's own mark imports Triton
+needs_transposed_codes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _is_native(device: torch.device) -> bool:
+    """Whether a GPU has native FP8, asked once: the driver's answer takes microseconds."""
+    return runs_natively(device)
 
 
 def contraction_multiple(device: torch.device, pads: bool = True, packs: bool = False) -> int:

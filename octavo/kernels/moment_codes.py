@@ -57,12 +57,10 @@ def encode_moment(y: Tensor, fmt: Format, bits: Tensor | None, stored: Tensor | 
 
 def decode_moment(codes: Tensor, fmt: Format) -> Tensor:
     """Read codes, uint8, as float32, exactly."""
-    half = codes.to(torch.int16)  # as the upper bits of a float16, whose exponent reads too small
-    if fmt.signed:
-        half = codes.view(torch.int8).to(torch.int16).mul_(1 << (10 - fmt.mantissa_bits))
-        half.bitwise_and_(-0x4080 if fmt.exponent_bits == 4 else -1)
-    else:
-        half.mul_(1 << (10 - fmt.mantissa_bits))
+    # as the upper bits of a float16, whose exponent reads too small
+    half = (codes.view(torch.int8) if fmt.signed else codes).to(torch.int16).mul_(1 << (10 - fmt.mantissa_bits))
+    if fmt.signed and fmt.exponent_bits == 4:  # the sign was spread over the exponent's upper bit
+        half.bitwise_and_(-0x4080)
     wide = half.view(torch.float16).to(torch.float32)
     if fmt.bias != 15:
         wide.mul_(2.0 ** (15 - fmt.bias))

@@ -96,7 +96,7 @@ _EXTRAS = (
 _HEADS = "Tensor? k=None, Tensor? v=None, Tensor? cos=None, Tensor? sin=None"
 _RECAST = "Tensor? recast_scale=None, ScalarType? recast_dtype=None, bool recast_transposed=False"
 _NORM = 'str kind="", Tensor? gamma=None, Tensor? beta=None, float eps=0.0, bool zero_centered=False, bool keep=False'
-_PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
+_OPERANDS = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile"
 _LOSS = "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap"
 _STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history, Tensor(c!) delayed_before"
 _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
@@ -164,7 +164,7 @@ SCHEMAS = {
     # a [M, K] . b^T, b [N, K], any strides -> [M, N] out_dtype, contiguous; fp32 accumulation. tiles are of a and b as
     # laid here: contraction last. bias [N], of any stride, in bf16 where the result is, is added to each row before the
     # one rounding. fast_accum permits the tensor cores' shorter accumulator
-    "matmul": f"({_PRODUCT}, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    "matmul": f"({_OPERANDS}, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
     # a cast of each of xs, of one dtype and contiguous rows, in one launch (Dynamic per tensor: two), into
     # qdata[i] [R, C'], transposed[i] [C, R'] (or none at all), scale_inv[i], amax[i]; delayed_scales none for Dynamic.
     # tile: (-1, -1) or a block of powers of two up to 128. All outputs are contiguous, scale_inv and amax by rows
@@ -177,8 +177,8 @@ SCHEMAS = {
     # 0; a's scale_inv is as cast returns it, b's [G, ., .]; bias [G, N]. Of b [K, Rp]: the columns of a [N, Rp]
     # and b are in groups of the sizes that offsets give, each padded to a multiple of pad -> [G, N, K], 0 of a group
     # without rows; both scale_inv are .t() of what cast returns. Codes have any strides; the rest as of matmul
-    "grouped_matmul": "(Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, "
-    "Tensor offsets, Tensor? bias, ScalarType out_dtype, bool fast_accum, int pad=1) -> Tensor",
+    "grouped_matmul": f"({_OPERANDS}, Tensor offsets, Tensor? bias, ScalarType out_dtype, bool fast_accum, int pad=1) "
+    "-> Tensor",
     # a norm of x, or of x + residual [R, C]: (y of x's dtype, mean, rstd, the sum rounded to x's dtype or [0, 0])
     "norm": "(Tensor x, Tensor gamma, Tensor? beta, str kind, float eps, bool zero_centered, Tensor? residual=None) "
     "-> (Tensor, Tensor, Tensor, Tensor)",

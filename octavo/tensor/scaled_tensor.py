@@ -224,12 +224,9 @@ class _Quantize(torch.autograd.Function):
             scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=dtype)
             codes_shape = (x.shape[0], x.shape[1] // 2) if format.is_packed else x.shape
             return ScaledTensor(x.new_empty(codes_shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
-        codes, scales = [], []
-        padding = {"pad": NV[1]} if format.is_packed else {}
-        for matrix in matrices_of(x, tile):
-            q, _, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin, **padding)
-            codes.append(q)
-            scales.append(s)
+        arguments = None, 0, format.dtype, tile, power_of_two, margin, False, NV[1] if format.is_packed else 1
+        results = [kernels.cast(matrix, *arguments) for matrix in matrices_of(x, tile)]
+        codes, _, scales, *_ = zip(*results, strict=True)
         qdata = codes[0] if len(codes) == 1 else torch.stack([q.view(torch.uint8) for q in codes]).view(format.dtype)
         scale_inv = scales[0] if len(scales) == 1 else torch.stack(scales)
         qdata = qdata if format.is_packed else qdata.view(x.shape)

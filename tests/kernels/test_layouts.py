@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from tests.support.definitions import scale_grid
 @pytest.mark.parametrize("native", [False, True])
 def test_products_of_native_fp8_need_transposed_codes(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr(layouts, "_native", {})
+    monkeypatch.setattr(layouts, "_is_native", functools.cache(layouts._is_native.__wrapped__))
     monkeypatch.setattr(layouts, "runs_natively", lambda device: asked.append(device) or native)
     for _ in range(2):
         assert needs_transposed_codes(torch.device("cuda:0")) is native

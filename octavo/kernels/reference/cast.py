@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.formats import E2M1, format_of
+from octavo.formats import E2M1
 from octavo.granularity import ALL, MX, scale_shape, tiles_along
 from octavo.kernels.arguments import (
     Castable,
@@ -36,7 +36,7 @@ from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
 from octavo.kernels.reference.nvfp4 import write_packed
 from octavo.kernels.reference.rotary import rotary
-from octavo.numerics import scale_from_amax, scale_inv_dtype, scale_inv_from_scale
+from octavo.numerics import scale_inv_dtype, scale_inv_from_scale
 
 Write = Callable[[Castable, Sequence[CastTarget], Sequence[Tensor], CastTarget | None], None]
 
@@ -80,17 +80,12 @@ def write(
             amax.copy_(amax_of(values, (ALL, ALL)))
             write_packed(values, target)
             continue
-        scale = _scale(scaling, amax.copy_(amax_of(values, scaling.tile)))
+        scale = scaling.scale_of(amax.copy_(amax_of(values, scaling.tile)))
         scale_inv.copy_(scale_inv_from_scale(scale))
         code_bytes = encode(values, scale, scaling.tile, scaling.dtype).view(torch.uint8)
         for out, raw in ((codes, code_bytes), (transposed, code_bytes.t())):
             if out.numel():  # where its rows are longer, they end with zero codes
                 out.view(torch.uint8).copy_(F.pad(raw, (0, out.shape[1] - raw.shape[1])))
-
-
-def _scale(scaling: Scaling, amax: Tensor) -> Tensor:
-    """Return the delayed scale; else, or where that is 0 as there is no history yet, the scales of ``amax``."""
-    return scaling.delayed_or(scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin))
 
 
 def cast(
@@ -113,35 +108,34 @@ def cast(
         _write_groups(source, CastTarget(first, *results), output.pad, offsets, write)
     elif second is None:
         codes, transposed, scale_inv, amax, *_ = results
-        recast = None if output.recast is None else _recast_target(output, results[-1])
+        recast = None
+        if output.recast is not None:  # nobody reads its scale_inv
+            unread, none = scale_inv.new_empty((1, 1), dtype=torch.float32), no_codes(codes, output.recast.dtype)
+            recast = _target_in_one_layout(output.recast, results[-1], none, unread, output.recast_transposed)
         write(source, [CastTarget(first, codes, transposed, scale_inv, amax)], sums_or_statistics, recast)
         if output.keep and not is_norm:
             kept_scale = results[5]
-            kept_scale.copy_(_scale(first, amax).view(1))
+            kept_scale.copy_(first.scale_of(amax).view(1))
     else:
         codes, second_codes, scale_inv, second_scale_inv, *_ = results
-        none, second_scales = (
-            no_codes(codes, second.dtype),
-            second_scale_inv.t() if output.transpose else second_scale_inv,
-        )
-        both = (none, second_codes) if output.transpose else (second_codes, none)
+        second_scales = second_scale_inv.t() if output.transpose else second_scale_inv
+        none = no_codes(codes, second.dtype)
         targets = [
-            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
-            CastTarget(second, *both, second_scales, torch.empty_like(second_scales, dtype=torch.float32)),
+            _target_in_one_layout(first, codes, none, scale_inv),
+            _target_in_one_layout(second, second_codes, none, second_scales, output.transpose),
         ]
-        if E2M1.dtype in (first.dtype, second.dtype):  # whose amax is one number
-            targets = [t._replace(amax=t.amax.new_empty((1, 1))) if t.scaling.is_packed else t for t in targets]
         write(source, targets, sums_or_statistics, None)
     return results
 
 
-def _recast_target(output: Output, codes: Tensor) -> CastTarget:
-    """Return the target of an activation that is cast beside its gradient; nobody reads its scale_inv and amax."""
-    assert output.recast is not None
-    none = no_codes(codes, codes.dtype)
-    layouts = (none, codes) if output.recast_transposed else (codes, none)
-    scale_inv_and_amax = codes.new_empty((2, 1, 1), dtype=torch.float32)
-    return CastTarget(output.recast, *layouts, *scale_inv_and_amax)
+def _target_in_one_layout(
+    scaling: Scaling, codes: Tensor, none: Tensor, scale_inv: Tensor, is_transposed: bool = False
+) -> CastTarget:
+    """Return a target that has these codes, as the matrix lies or transposed, alone, and whose amax nobody reads."""
+    layouts = (none, codes) if is_transposed else (codes, none)
+    if scaling.dtype is E2M1.dtype:  # whose amax is one number
+        return CastTarget(scaling, *layouts, scale_inv, scale_inv.new_empty((1, 1), dtype=torch.float32))
+    return CastTarget(scaling, *layouts, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32))
 
 
 def _with_swizzled_scales(

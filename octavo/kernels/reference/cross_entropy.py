@@ -44,8 +44,7 @@ def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor, chunks: Se
     """Compute the op ``octavo::cross_entropy_backward``, in chunks of rows; its contract is in signatures.py."""
     out, targets = rows.logits.new_empty(rows.logits.shape), _targets(rows)
     for chunk in chunks:
-        out_of_chunk = out[chunk]
-        out_of_chunk.copy_(_gradient(rows, targets, lse, grad, chunk, out_of_chunk))  # a copy to itself costs nothing
+        out[chunk] = _gradient(rows, targets, lse, grad, chunk)
     return out
 
 
@@ -67,17 +66,11 @@ def cross_entropy_codes(
             here[:, :count][:, chunk] = q.t()
 
 
-def _gradient(
-    rows: LossRows, targets: Sequence[Tensor], lse: Tensor, grad: Tensor, chunk: slice, out: Tensor | None = None
-) -> Tensor:
-    """Return the gradient of a chunk of rows of logits, float32, written to ``out`` if that is float32.
-
-    ``targets``: see _targets.
-    """
+def _gradient(rows: LossRows, targets: Sequence[Tensor], lse: Tensor, grad: Tensor, chunk: slice) -> Tensor:
+    """Return the gradient of a chunk of rows of logits, float32; ``targets``: see _targets."""
     (logits, _, _, smoothing, softcap), (counts, places) = rows, targets
     z, slope = _capped(logits[chunk], softcap)
-    into = out if out is not None and out.dtype == torch.float32 else None
-    gradient = torch.sub(z, lse[chunk, None], out=into).exp_()
+    gradient = (z - lse[chunk, None]).exp_()
     gradient.scatter_add_(1, places[chunk], gradient.new_full((1, 1), smoothing - 1).expand(len(z), 1))
     if smoothing:
         gradient.sub_(smoothing / max(logits.shape[1], 1))

@@ -74,33 +74,23 @@ def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None)
     """Compute the op ``octavo::norm_backward``, in chunks of rows; its contract is in signatures.py."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     mean, rstd = mean.contiguous(), rstd.contiguous()  # torch's op assumes that they are
-    dx = x.new_empty(x.shape)
+    dx, factor = x.new_empty(x.shape), _factor(gamma, zero_centered)
     sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
     for chunk in chunks:
-        centre = mean[chunk, None] if kind == "layer_norm" else None
-        residual_of_chunk = None if residual is None else residual[chunk]
-        dx[chunk] = _backward_of_rows(
-            dy[chunk], x[chunk], _factor(gamma, zero_centered), centre, rstd[chunk, None], residual_of_chunk, sums
-        )
+        wide = x[chunk].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        wide_dy, rstd_of_rows = dy[chunk].to(torch.float32).contiguous(), rstd[chunk, None]
+        if kind == "layer_norm":
+            # the mean is subtracted first: torch's backward, too, loses digits to a large one
+            centred, no_mean = wide.sub_(mean[chunk, None]), torch.zeros_like(rstd_of_rows)
+            args = centred, factor.shape, no_mean, rstd_of_rows, factor, factor, [True] * 3
+            dx_of_rows, *sums_of_rows = torch.ops.aten.native_layer_norm_backward(wide_dy, *args)
+        else:
+            n = wide.mul_(rstd_of_rows)
+            sums_of_rows = (wide_dy * n).sum(0), wide_dy.sum(0)
+            w = wide_dy * factor
+            dx_of_rows = torch.addcmul(w, n, (w * n).mean(1, keepdim=True), value=-1).mul_(rstd_of_rows)
+        sums[0].add_(sums_of_rows[0])
+        sums[1].add_(sums_of_rows[1])
+        dx[chunk] = dx_of_rows if residual is None else dx_of_rows.add_(residual[chunk])
     dgamma, dbeta = sums.to(gamma.dtype)
     return dx, dgamma.clone(), dbeta.clone() if with_beta else gamma.new_empty(0)
-
-
-def _backward_of_rows(
-    dy: Tensor, x: Tensor, factor: Tensor, mean: Tensor | None, rstd: Tensor, residual: Tensor | None, sums: Tensor
-) -> Tensor:
-    """Return dx of some rows, float32; add to ``sums`` [2, C] those of dy n and of dy."""
-    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    wide_dy = dy.to(torch.float32).contiguous()
-    if mean is not None:
-        # the mean is subtracted first: torch's backward, too, loses digits to a large one
-        args = wide.sub_(mean), factor.shape, torch.zeros_like(mean), rstd, factor, factor, [True] * 3
-        dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(wide_dy, *args)
-    else:
-        n = wide.mul_(rstd)
-        dgamma, dbeta = (wide_dy * n).sum(0), wide_dy.sum(0)
-        w = wide_dy * factor
-        dx = torch.addcmul(w, n, (w * n).mean(1, keepdim=True), value=-1).mul_(rstd)
-    sums[0].add_(dgamma)
-    sums[1].add_(dbeta)
-    return dx if residual is None else dx.add_(residual)

@@ -21,7 +21,7 @@ from octavo.granularity import NV, Tile, scale_shape
 from octavo.kernels.arguments import CastTarget, Scaling
 from octavo.kernels.layouts import as_tiles, multiply_tiles_, pack_pairs, unpack_pairs
 from octavo.kernels.step_numbers import mixed_
-from octavo.numerics import nvfp4_scale, nvfp4_scale_inv, scale_from_amax
+from octavo.numerics import nvfp4_scale, nvfp4_scale_inv
 
 NV_BLOCK = NV[1]
 _RANDOM_BITS = 8
@@ -49,7 +49,7 @@ def write_packed(values: Tensor, target: CastTarget) -> None:
 
 def outer_scale(scaling: Scaling, amax: Tensor) -> Tensor:
     """Return the outer scale [1, 1], a power of two, by which a matrix with this amax is cast."""
-    scale = scaling.delayed_or(scale_from_amax(amax, E2M1.limit, True, scaling.margin))
+    scale = scaling.scale_of(amax)
     return scale if scaling.rotation is None else scale * 0.25
 
 

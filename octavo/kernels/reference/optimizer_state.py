@@ -18,7 +18,6 @@ expert's matrix has its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -61,30 +60,16 @@ class Piece:
         return scales[self.rows, first : first + count, None]
 
     def index(self, device: torch.device) -> Tensor:
-        """Return the elements' indices in the whole tensor [rows, blocks, width], int32 or, where past 2^31, int64."""
+        """Return the elements' indices in the whole tensor [rows, blocks, width], int64."""
         rows, cols = self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
-        if cols == self.row_length or rows == 1:
-            if self.start + rows * cols < 1 << 31:
-                return counted(rows * cols, device).add(self.start).view(rows, -1, self.width)
-            indices = torch.arange(self.start, self.start + rows * cols, device=device)
-        else:
-            starts = torch.arange(rows, device=device).mul_(self.row_length).add_(self.start)
-            indices = starts[:, None] + torch.arange(cols, device=device)
-        return indices.view(rows, -1, self.width)
-
-
-@functools.lru_cache(maxsize=8)
-def counted(count: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ..., count - 1, int32; not to be written to."""
-    return torch.arange(count, dtype=torch.int32, device=device)
+        starts = torch.arange(rows, device=device).mul_(self.row_length).add_(self.start)
+        return (starts[:, None] + torch.arange(cols, device=device)).view(rows, -1, self.width)
 
 
 def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_length: int = 0) -> Iterator[Piece]:
     """Split a matrix into pieces; it begins at this row and column of a tensor with this row length (0: ``cols``)."""
     whole, length = cols - cols % BLOCK, row_length or cols
     for begin, end, width in ((0, whole, BLOCK), (whole, cols, cols - whole)):
-        if begin == end:
-            continue
         step = max(PIECE // BLOCK * BLOCK, width)
         for left in range(begin, end, step):
             right = min(left + step, end)
@@ -206,8 +191,7 @@ class MomentTensors(Scaled):
         if self.fmt is None:
             if bits is not None:
                 wide = round_to_bf16(wide, bits, replaced)
-            if stored.data_ptr() != wide.data_ptr():
-                stored.copy_(wide)
+            stored.copy_(wide)  # a copy to itself costs nothing
             return
         assert self.scale_inv is not None
         if self.root:
@@ -311,8 +295,7 @@ class MasterWeight(Scaled):
             if self.is_random:
                 assert random is not None
                 wide = round_to_bf16(wide, random)
-            if weight.data_ptr() != wide.data_ptr():
-                weight.copy_(wide)
+            weight.copy_(wide)  # a copy to itself costs nothing
             return
         bits = wide.view(torch.int32)
         finite = bool(torch.isfinite(wide.sum()))
@@ -373,11 +356,10 @@ class Fp8Weight(Scaled):
         """Return the master of one of the ``matrices``, over the same memory."""
         if self.scale_inv.ndim == 2 or not len(self.scale_inv):
             return self
-        rows = self.weight.shape[0] // self.matrices
-        part = slice(index * rows, (index + 1) * rows)
-        low_bits = None if self.low_bits is None else self.low_bits[part]
+        weight, low_bits = (rows_of(x, index, self.matrices) for x in (self.weight, self.low_bits))
+        assert weight is not None
         amax = None if self.amax is None else self.amax[index]
-        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=low_bits, amax=amax)
+        return replace(self, weight=weight, scale_inv=self.scale_inv[index], low_bits=low_bits, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
         """Return the values of all matrices in float32, as Scaled does."""
