@@ -141,10 +141,9 @@ def async_save_checkpoint(
     # sharded alike
     copies = {name: without_hooks(value).detach().to("cpu", copy=True) for name, value in tensors.items()}
     executor = ThreadPoolExecutor(1, "octavo-save")
-    try:
-        return executor.submit(_write, copies, writer, ranks)
-    finally:
-        executor.shutdown(wait=False)
+    saving = executor.submit(_write, copies, writer, ranks)
+    executor.shutdown(wait=False)
+    return saving
 
 
 def _begin(
