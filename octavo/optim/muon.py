@@ -198,7 +198,7 @@ class Muon(CompactOptimizer):
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
-            check_betas(weight, group)
+            check_betas(group["betas"], weight)
             return super().check_weight(weight, group, settings)
         dims = [dim for dim, _ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
