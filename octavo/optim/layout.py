@@ -29,12 +29,10 @@ def is_sharded_vector(param: Tensor) -> bool:
 
 def ranks_share_blocks(param: Tensor) -> bool:
     """Whether a block of 128 may lie on several ranks: of a vector, or if shards' columns are no multiples of 128."""
-    inner = math.prod(param.shape[2:])
-    for dim, mesh_dim in sharded_dims(param):
-        if dim == 1:
-            columns = -(-param.shape[1] // param.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
-            return columns < param.shape[1] and columns * inner % BLOCK != 0
-    return is_sharded_vector(param)
+    if (mesh_dim := dict(sharded_dims(param)).get(1)) is None:
+        return is_sharded_vector(param)
+    columns = -(-param.shape[1] // param.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
+    return columns < param.shape[1] and columns * math.prod(param.shape[2:]) % BLOCK != 0
 
 
 def check_layout(param: Tensor) -> None:

@@ -161,8 +161,7 @@ class Muon(CompactOptimizer):
         if self.adamw is None:
             if stacked := [shape for shape in map(_shape_of, others) if len(shape) > 2]:
                 raise ValueError(_NO_MATRIX.format(stacked[0]))  # experts or a convolution: shapes don't tell
-            yield group | {"params": params, "algorithm": "muon"}
-            return
+            matrices, others = params, []  # check_weight refuses the others
         if matrices or not others:  # as torch, keep an empty group
             yield group | {"params": matrices, "algorithm": "muon"}
         if others:
@@ -190,8 +189,8 @@ class Muon(CompactOptimizer):
         return *moments_of(moments[0], 1), *moments_of(moments[1:])
 
     def bounds_update(self, settings: Settings, weights: Iterable[Tensor]) -> bool:
-        """Whether any weight lives in FP8."""
-        return bool(fp8_shards(weights))
+        """Whether AdamW's updates will be clipped: if a moment of AdamW is not float32, or a weight lives in FP8."""
+        return any(moment.format != "fp32" for moment in settings.moments[1:]) or bool(fp8_shards(weights))
 
     def check_weight(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError as other optimizers do, and for no matrix, shards of columns, and options out of range."""
@@ -220,8 +219,7 @@ class Muon(CompactOptimizer):
 
     def _options(self, group: dict[str, Any]) -> Any:
         if group["algorithm"] == "adamw":
-            bounds_update = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
-            return adam_group(group, maximize=False, decoupled=True, bounds_update=bounds_update)
+            return adam_group(group, maximize=False, decoupled=True, bounds_update=self.clip_update)
         momentum, decay = float(group["momentum"]), float(group["weight_decay"])
         options = group["lr"], momentum, 0.0, decay, group["nesterov"]
         return SgdGroup(*options, maximize=False, averages=True, max_update=MAX_UPDATE)
