@@ -386,11 +386,9 @@ def _exchange(
     Both lists are in the order of the ranks. ``like``: a tensor of their dtype and device, if this rank sends nothing.
     """
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for _, tensor in tensors)])
-    send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
-    for rank, tensor in tensors:
-        send_sizes[rank] += tensor.numel()
-    for rank, shape in shapes:
-        receive_sizes[rank] += math.prod(shape)
+    ranks = range(group.size())
+    send_sizes = [sum(tensor.numel() for to_rank, tensor in tensors if to_rank == rank) for rank in ranks]
+    receive_sizes = [sum(math.prod(shape) for of_rank, shape in shapes if of_rank == rank) for rank in ranks]
     message = exchanged_rows(flat, send_sizes, receive_sizes, group.group_name)
     pieces = message.split([math.prod(shape) for _, shape in shapes])
     return [piece.view(shape) for piece, (_, shape) in zip(pieces, shapes, strict=True)]
