@@ -264,9 +264,8 @@ class CompactOptimizer(Optimizer):
         return nullcontext() if gradient_taker is None else gradient_taker.accumulate()
 
     def step_some(self, params: list[nn.Parameter], grad_scale: Tensor | None = None) -> None:
-        """Update these weights, which have gradients, by them divided by ``grad_scale``; ``step()`` ends the step."""
+        """Update weights by their gradients, divided by ``grad_scale``, between ``begin_step`` and ``step()``."""
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
-            self.begin_step()
             self._run(params, None, grad_scale)
 
     @untraced
