@@ -39,15 +39,10 @@ def octavo_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             continue
         child, _, kind = name.rpartition("_")
         follows_norm = f"{path}.layer_norm_weight".lstrip(".") in state_dict
-        if kind in ("weight", "bias") and follows_norm:
-            if child in _CHILDREN:
-                name = f"{_CHILDREN[child]}.{kind}"  # fc1_weight -> fc1.weight
-            elif child:
-                name = f"linear.{child}.{kind}"  # query_weight -> linear.query.weight
-            else:
-                name = f"linear.{kind}"  # weight -> linear.weight
-        elif kind in ("weight", "bias") and child in ("query", "key", "value"):
-            name = f"{child}.{kind}"  # query_weight -> query.weight
+        if kind in ("weight", "bias") and (follows_norm or child in ("query", "key", "value")):
+            # fc1_weight -> fc1.weight; weight -> linear.weight; query_weight -> linear.query.weight, or query.weight
+            linear = f"linear.{child}" if child else "linear"
+            name = f"{_CHILDREN.get(child, linear) if follows_norm else child}.{kind}"
         for their_path, octavo_path in _MODULES.items():
             if f".{path}".endswith(f".{their_path}"):
                 if their_path.endswith("layernorm_qkv") and not child:

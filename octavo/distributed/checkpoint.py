@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -49,9 +49,6 @@ from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.errors import OctavoError, first_line
 from octavo.nn.linear import Linear, SeparateSplits
 from octavo.nn.recipe_module import RecipeModule
-from octavo.optim.layout import place_of
-from octavo.optim.moment import Moment
-from octavo.optim.state import moment_from
 from octavo.reading import check_records, file_inside
 from octavo.scaling.delayed import HISTORY, delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import check_ranks_agree
@@ -144,10 +141,9 @@ def async_save_checkpoint(
     # sharded alike
     copies = {name: without_hooks(value).detach().to("cpu", copy=True) for name, value in tensors.items()}
     executor = ThreadPoolExecutor(1, "octavo-save")
-    try:
-        return executor.submit(_write, copies, writer, ranks)
-    finally:
-        executor.shutdown(wait=False)
+    saving = executor.submit(_write, copies, writer, ranks)
+    executor.shutdown(wait=False)
+    return saving
 
 
 def _begin(
@@ -222,15 +218,14 @@ def load_checkpoint(
         with ranks.together():
             splits = _splits_to_fill(model, content)
             places = _model_to_fill(model, model_state, content, splits)
-        to_fill: OptimizerPlaces | None = None
+        optimizer_state: Any = None  # stays so without one in the checkpoint
         if optimizer is not None and content["states"] is not None:
             optimizer.zero_grad()
             if not content["states"]:
                 without_first_step.enter_context(_without_first_step(optimizer))
-            state_dict = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
+            optimizer_state = get_optimizer_state_dict(model, optimizer)  # it steps a new one: ranks agree on amaxes
             with ranks.together():
-                to_fill = _optimizer_to_fill(optimizer, state_dict, content, reader, splits)
-                places |= to_fill.places
+                places |= _optimizer_to_fill(optimizer, optimizer_state, content, reader, splits)
         tensors = {name: _to_read([state[key] for state, key in place], reader, name) for name, place in places.items()}
         group_options = {"process_group": ranks.group, "no_dist": ranks.group is None}
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **group_options)
@@ -239,12 +234,10 @@ def load_checkpoint(
                 if len(place) > 1:
                     _fill([state[key] for state, key in place], tensors[name])
             set_model_state_dict(model, model_state)
-            if optimizer is not None and to_fill is None:  # the checkpoint has none: it begins anew
+            if optimizer is not None and optimizer_state is None:  # it begins anew
                 optimizer.state.clear()
-            elif optimizer is not None and to_fill is not None:
-                for moment in to_fill.moments_in_codes:
-                    moment.read()
-                set_optimizer_state_dict(model, optimizer, to_fill.state_dict)
+            elif optimizer is not None:
+                set_optimizer_state_dict(model, optimizer, optimizer_state)
             PlainModel(model).load_delayed(content["delayed"], ranks)
     return content["extra"]
 
@@ -421,50 +414,35 @@ def _without_others(places: Places, content: dict[str, Any]) -> Places:
     return places
 
 
-class OptimizerPlaces(NamedTuple):
-    """An optimizer's state dict that is to be filled from a checkpoint.
-
-    Attributes:
-        state_dict: the dict, for torch's ``set_optimizer_state_dict`` once it is filled.
-        moments_in_codes: moments in it that are loaded in other codes than they have here.
-        places: the places in it of each of the checkpoint's tensors.
-    """
-
-    state_dict: dict[str, Any]
-    moments_in_codes: list[MomentInCodes]
-    places: Places
-
-
 def _optimizer_to_fill(
     optimizer: Optimizer, state_dict: Any, content: dict[str, Any], reader: MetadataReader, splits: SplitRows
-) -> OptimizerPlaces:
-    """Return an optimizer's OptimizerPlaces; ``state_dict``: that of its present state."""
-    groups = [
+) -> Places:
+    """Return for each of the optimizer's tensors in the checkpoint the places in its state dict to fill.
+
+    Groups and states become those of the checkpoint, with moments in the form in which they were saved.
+    """
+    places: Places = {}
+    present, state_dict["state"] = state_dict["state"], {}
+    state_dict["param_groups"] = [
         group | {"params": [part for name in group["params"] for part in splits.get(name, [name])]}
         for group in content["groups"]
     ]
-    to_fill = OptimizerPlaces({"state": {}, "param_groups": groups}, [], {})
-    description = content["groups"][0].get("octavo", {"moments": {}})
-    saved_moments = {name: moment_from(moment) for name, moment in description["moments"].items()}
     for name, keys in content["states"].items():
         sizes = {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
         rows_by_part = splits.get(name, {name: 0})
         whole_rows = sum(rows_by_part.values())
         for part, rows in rows_by_part.items():
             part_sizes = {key: _size_of_part(size, rows, whole_rows) for key, size in sizes.items()}
-            state = state_dict["state"].get(part, {})
-            in_other_form = {m: _moment_to_fill(m, state, part_sizes) for m in getattr(optimizer, "names", ())}
-            for tensors in in_other_form.values():
-                state = state | tensors
+            state = present.get(part, {})
+            for moment in getattr(optimizer, "names", ()):
+                state = state | _moment_to_fill(moment, state, part_sizes)
             if not set(keys) <= state.keys():
                 remedy = "give an optimizer of the same class and the same parameters"
                 raise CheckpointError(f"its optimizer kept {keys} of {name}, which this one does not: {remedy}")
-            part_state = to_fill.state_dict["state"][part] = {key: state[key] for key in keys}
-            in_codes = [moment for moment, tensors in in_other_form.items() if f"{moment}_codes" in tensors]
-            to_fill.moments_in_codes.extend(MomentInCodes(part_state, m, saved_moments[m]) for m in in_codes)
+            part_state = state_dict["state"][part] = {key: state[key] for key in keys}
             for key in keys:
-                to_fill.places.setdefault(f"optimizer.{name}.{key}", []).append((part_state, key))
-    return to_fill._replace(places=_without_others(to_fill.places, content))
+                places.setdefault(f"optimizer.{name}.{key}", []).append((part_state, key))
+    return _without_others(places, content)
 
 
 def _size_of_part(size: torch.Size, rows: int, whole_rows: int) -> torch.Size:
@@ -515,33 +493,13 @@ def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Siz
         return {}
     if name in sizes:
         return {name: _empty(like, torch.float32)}
-    # scales of all rows: each rank picks its own
+    # scales of all rows: the optimizer picks this rank's
     return {codes: _empty(like, torch.uint8), scales: torch.empty(sizes[scales], device="cpu", dtype=torch.float32)}
 
 
 def _empty(like: Any, dtype: torch.dtype) -> Any:
     """Return an empty tensor of another dtype, sharded as ``like``."""
     return like_sharded(torch.empty_like(on_this_rank(like), dtype=dtype), like, like.shape)
-
-
-class MomentInCodes(NamedTuple):
-    """A moment that is loaded in the codes in which it was saved, and that this optimizer keeps otherwise.
-
-    ``state``: its parameter's, which holds the codes and the scales of all rows until ``read``.
-    """
-
-    state: dict[str, Any]
-    name: str
-    moment: Moment
-
-    def read(self) -> None:
-        """Replace the codes by float32 values, sharded as they are."""
-        codes, scales = (self.state.pop(f"{self.name}_{key}") for key in ("codes", "scale_inv"))
-        shard, place = on_this_rank(codes), place_of(codes)
-        # a vector's elements are one row
-        row, column = (place.first_row, place.first_column) if codes.ndim > 1 else (0, place.first_row)
-        values = self.moment.read_codes(shard, scales.to(shard.device), row, column)
-        self.state[self.name] = like_sharded(values, codes, codes.shape)
 
 
 # --- delayed state ----------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
         >>> dist.destroy_process_group()
     """
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
         raise TypeError(f"a torch.nn.Module and a DeviceMesh, not {type(model).__name__} and {type(mesh).__name__}")
@@ -77,7 +78,8 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and not is_dtensor(parameter):
                 if parameter not in sharded:
-                    sharded[parameter] = _sharded_experts(parameter, mesh)
+                    shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+                    sharded[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
                 owner._parameters[key] = sharded[parameter]
         layer.exchange, layer.feed_forward_on_ranks = exchange, _feed_forward_on_ranks
         layer.fp8.kept_operands = None
@@ -128,12 +130,3 @@ def _why_not_shardable(layer: Grouped, mesh: Any) -> str:
     if weight.shape[0] % mesh.size():
         return f"{weight.shape[0]} experts on {mesh.size()} ranks: each rank needs as many"
     return ""
-
-
-def _sharded_experts(parameter: nn.Parameter, mesh: Any) -> nn.Parameter:
-    """Return a parameter [E, ...] sharded by experts."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    shard, stride = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone(), parameter.stride()
-    whole = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)

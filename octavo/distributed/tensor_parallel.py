@@ -236,14 +236,11 @@ class ColwiseParallel(_ShardingStyle, torch_parallel.ColwiseParallel):
             separate(module, device_mesh.size())
         if not isinstance(module, SeparateSplits):
             return super()._apply(module, device_mesh)
-
-        def prepare(splits: nn.Module, inputs: Any) -> Any:
-            layouts = self.input_layouts, self.desired_input_layouts
-            return self._prepare_input_fn(*layouts, splits, inputs, device_mesh)
-
         for split in module.children():
             super()._apply(split, device_mesh)
         module.__dict__[STYLE] = self._style(hooks=1)
+        layouts = self.input_layouts, self.desired_input_layouts
+        prepare = functools.partial(self._prepare_input_fn, *layouts, mesh=device_mesh)
         module.register_forward_pre_hook(prepare)  # the input is gathered once, for all splits
         return module
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -200,13 +200,11 @@ def convert_once(
         raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
 
 
-class Following:
-    """Undoes follow_accumulation."""
+class Following(NamedTuple):
+    """Undoes follow_accumulation; ``micro_batch``: the contexts of the micro-batch that has begun."""
 
     hook: RemovableHandle
-
-    def __init__(self) -> None:
-        self.micro_batch = ExitStack()  # the contexts of the micro-batch that has begun
+    micro_batch: ExitStack
 
     def remove(self) -> None:
         """Remove the hook, even if a training was interrupted within a micro-batch."""
@@ -239,18 +237,18 @@ def follow_accumulation(
     from octavo.inspect.weight_updates import torch_optimizer  # here, as the room takes a while to import
 
     inner: Any = torch_optimizer(optimizer)
-    following = Following()
+    micro_batch = ExitStack()
 
     @torch.compiler.disable
     def begin(module: nn.Module, arguments: Any) -> None:
         if not is_training():
             following.remove()
         elif module.training:  # an evaluation may be within a micro-batch
-            following.micro_batch.close()
+            micro_batch.close()
             if uses_gradients_early(inner) and not GradientState().sync_gradients:
-                following.micro_batch.enter_context(inner.accumulate())
+                micro_batch.enter_context(inner.accumulate())
 
-    following.hook = PlainModel(model).module.register_forward_pre_hook(begin)
+    following = Following(PlainModel(model).module.register_forward_pre_hook(begin), micro_batch)
     return following
 
 

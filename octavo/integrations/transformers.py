@@ -138,8 +138,7 @@ class OctavoCallback(TrainerCallback):
             checkpoint_model_in_fp8(model)
         if args.max_grad_norm:
             check_clip(optimizer, f"max_grad_norm={args.max_grad_norm}")
-        if self._following is not None:
-            self._following.remove()
+        self._end()  # a training that was interrupted
         if args.gradient_accumulation_steps > 1 and uses_gradients_early(optimizer):
             self._following = follow_accumulation(model, optimizer, _is_in_train)
         saved = state.stateful_callbacks.pop(KEY, None)
@@ -156,8 +155,6 @@ class OctavoCallback(TrainerCallback):
             warnings.warn("the checkpoint was saved without OctavoCallback: delayed scaling begins anew", stacklevel=2)
         self._tokens = state.num_input_tokens_seen
         self._logged = None
-        if self.recorder is not None:  # of a training that was interrupted
-            self.recorder.close()
         if self.inspect is not None:
             more = {"optimizer": optimizer, "schedule": self.schedule, "step": state.global_step}
             self.recorder = Recorder(model, self.inspect, self.inspect_every, **more)
@@ -183,6 +180,10 @@ class OctavoCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish the record."""
         self.on_step_begin(args, state, control)
+        self._end()
+
+    def _end(self) -> None:
+        """End what a training has begun."""
         if self._following is not None:
             self._following.remove()
         if self.recorder is not None:

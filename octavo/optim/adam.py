@@ -18,21 +18,16 @@ from octavo.weights.stored import local_stored
 def check_adam_options(lr: float | Tensor, betas: Any, eps: float, weight_decay: float) -> None:
     """Raise ValueError for options out of range."""
     check_not_negative(lr=float(lr), eps=eps, weight_decay=weight_decay)
-    _check_range(betas)
+    check_betas(betas)
 
 
-def _check_range(betas: Any) -> None:
+def check_betas(betas: Any, weight: Tensor | None = None) -> None:
+    """Raise ValueError for betas out of range, or that give no largest update for the scale of a weight in FP8."""
     if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas={betas!r} must be at least 0 and below 1, two numbers")
-
-
-def check_betas(weight: Tensor, group: dict[str, Any]) -> None:
-    """Raise ValueError for betas out of range, or, of a weight in FP8, that give no largest update for its scale."""
-    _check_range(group["betas"])
-    beta1, beta2 = group["betas"]
-    if local_stored(weight) is not None and beta1 * beta1 > beta2:
+    if weight is not None and local_stored(weight) is not None and betas[0] * betas[0] > betas[1]:
         raise ValueError(
-            f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
+            f"betas={betas!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
             "no scale; use a larger beta2, or float32 weights"
         )
 
@@ -98,7 +93,7 @@ class Adam(CompactOptimizer):
 
     def check_weight(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError as other optimizers do, and by ``check_betas``."""
-        check_betas(weight, group)
+        check_betas(group["betas"], weight)
         super().check_weight(weight, group, settings)
 
     def bounds_update(self, settings: Settings, weights: Iterable[Tensor]) -> bool:

@@ -20,7 +20,14 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGr
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import SharedAmaxes, fp8_shards, place_of, ranks_share_amax, settle_gradient
+from octavo.optim.layout import (
+    check_options_agree,
+    fp8_shards,
+    place_of,
+    ranks_share_amax,
+    settle_gradient,
+    share_amaxes,
+)
 from octavo.optim.masters import MasterForm
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
@@ -137,7 +144,7 @@ class CompactOptimizer(Optimizer):
         # found anew by _find_positions once there are other parameters
         self._positions: dict[nn.Parameter, tuple[int, int]] = {}
         self._sharded: list[nn.Parameter] = []
-        self._shared_amaxes = SharedAmaxes()
+        self._options_compared = False  # whether ranks have compared their options
         self._step_has_begun = False  # from begin_step to end_step, or to a load
         self._was_loaded = False  # from a load to the next begin_step
         self._gradients = None if self.gradient_storage is None else GradientStorage()
@@ -160,11 +167,10 @@ class CompactOptimizer(Optimizer):
                 super().add_param_group(group)
                 for param in group["params"]:
                     self.check_weight(param, group, self.settings)
-            self._attach()
         except BaseException:
             del self.param_groups[count:]
-            self._attach()
             raise
+        self._attach()
         self._forget_clip_update()
         self._describe()
         for group in self.param_groups[count:]:
@@ -205,8 +211,6 @@ class CompactOptimizer(Optimizer):
         """Take over the settings to which optim/conversion.py has converted weights and state."""
         self.moments, self.master = settings.moments, settings.master
         self._forget_clip_update()
-        self._describe()
-        self.forget_prepared()
         self.end_step()  # the maximum over ranks of amaxes is taken anew
 
     def measure(self, weights: Iterable[nn.Parameter] | None) -> None:
@@ -216,7 +220,7 @@ class CompactOptimizer(Optimizer):
 
     def forget_prepared(self) -> None:
         """Drop what earlier steps prepared for the next ones."""
-        self._prepared, self._positions, self._shared_amaxes.options_compared = {}, {}, False
+        self._prepared, self._positions, self._options_compared = {}, {}, False
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -224,7 +228,6 @@ class CompactOptimizer(Optimizer):
         self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
 
     def __getstate__(self) -> dict[str, Any]:
-        self._shared_amaxes.finish()
         pickled = {*self.shared_settings, *self.also_pickled}
         return super().__getstate__() | {name: value for name, value in vars(self).items() if name in pickled}
 
@@ -261,9 +264,8 @@ class CompactOptimizer(Optimizer):
         return nullcontext() if gradient_taker is None else gradient_taker.accumulate()
 
     def step_some(self, params: list[nn.Parameter], grad_scale: Tensor | None = None) -> None:
-        """Update these weights, which have gradients, by them divided by ``grad_scale``; ``step()`` ends the step."""
+        """Update weights by their gradients, divided by ``grad_scale``, between ``begin_step`` and ``step()``."""
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
-            self.begin_step()
             self._run(params, None, grad_scale)
 
     @untraced
@@ -275,27 +277,30 @@ class CompactOptimizer(Optimizer):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Wait for amaxes' maxima over ranks; where weights were loaded or written since, take these maxima anew.
+        """Take the maxima over ranks of amaxes anew, where weights were loaded or written since the last step.
 
         It does so once a step. Every rank decides alike, by its states, its tensors' versions and loads.
         """
         if self._step_has_begun:
             return
         self._step_has_begun = True
-        self._shared_amaxes.check_ranks_agree(self)
-        self._shared_amaxes.finish()
+        self._compare_options()
         params = self._params_with_shared_amax()
         new_masters = [begins_anew for _, begins_anew in map(self._current_update, params)]  # of all: each is prepared
         if any(new_masters) or (self._was_loaded and params):
-            self._shared_amaxes.start(params, self.state)
-            self._shared_amaxes.finish()
+            share_amaxes(params, self.state)
         self._was_loaded = False
 
     def end_step(self) -> None:
-        """Begin to take the maximum over ranks of updated weights' amaxes; all ranks have called ``begin_step``."""
+        """Take the maxima over ranks of updated weights' amaxes; all ranks have called ``begin_step``."""
         self._step_has_begun = False
-        if params := self._params_with_shared_amax():
-            self._shared_amaxes.start(params, self.state)
+        share_amaxes(self._params_with_shared_amax(), self.state)
+
+    def _compare_options(self) -> None:
+        """Have ranks compare their options, once after each change."""
+        if not self._options_compared:
+            self._options_compared = True
+            check_options_agree(self)
 
     def _params_with_shared_amax(self) -> list[nn.Parameter]:
         self._find_positions()
@@ -320,7 +325,7 @@ class CompactOptimizer(Optimizer):
             self.end_step()
             return loss
         # before gradients are redistributed or checked for inf and NaN, for which ranks wait
-        self._shared_amaxes.check_ranks_agree(self)
+        self._compare_options()
         params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # a GradScaler sets both
@@ -476,7 +481,6 @@ class CompactOptimizer(Optimizer):
         Weights that live in FP8 and have no state yet are saved with the state that their first step would begin with,
         as the low bits of their values are kept nowhere else; ranks that share such weights call this together.
         """
-        self._shared_amaxes.finish()
         self._describe()
         first_states: Any = self._first_states()
         self.state.update(first_states)
@@ -495,8 +499,7 @@ class CompactOptimizer(Optimizer):
             return {}
         first_states = {param: states.new_state(param, self.settings_of(groups[param])) for param in missing}
         if not first_states.keys().isdisjoint(params := self._params_with_shared_amax()):
-            self._shared_amaxes.start(params, self.state | first_states)
-            self._shared_amaxes.finish()
+            share_amaxes(params, self.state | first_states)
         return first_states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -516,7 +519,6 @@ class CompactOptimizer(Optimizer):
         groups = copy.deepcopy(state_dict["param_groups"])
         ids = [index for group in groups for index in group["params"]]
         description = states.fit_groups(groups, self)
-        self._shared_amaxes.finish()
         same_form = description is None or states.has_form_of(description, self.settings)
         loaded_states: dict[Tensor, states.LoadedState] = {}
         in_groups = [(param, group) for group in groups for param in group["params"]]
@@ -533,7 +535,6 @@ class CompactOptimizer(Optimizer):
         self.forget_prepared()
         self._step_has_begun, self._was_loaded = False, True
         self.seed = self.seed if description is None else description["seed"]
-        self._describe()
         self._attach()
         for shard in fp8_shards(new_states):
             shard.low_bits = None

@@ -7,9 +7,8 @@ blocks of 128 along a row, the same on any number of ranks; if a block would lie
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +29,10 @@ def is_sharded_vector(param: Tensor) -> bool:
 
 def ranks_share_blocks(param: Tensor) -> bool:
     """Whether a block of 128 may lie on several ranks: of a vector, or if shards' columns are no multiples of 128."""
-    inner = math.prod(param.shape[2:])
-    for dim, mesh_dim in sharded_dims(param):
-        if dim == 1:
-            columns = -(-param.shape[1] // param.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
-            return columns < param.shape[1] and columns * inner % BLOCK != 0
-    return is_sharded_vector(param)
+    if (mesh_dim := dict(sharded_dims(param)).get(1)) is None:
+        return is_sharded_vector(param)
+    columns = -(-param.shape[1] // param.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
+    return columns < param.shape[1] and columns * math.prod(param.shape[2:]) % BLOCK != 0
 
 
 def check_layout(param: Tensor) -> None:
@@ -121,60 +118,31 @@ def ranks_share_amax(param: Tensor) -> bool:
     return shard is not None and shard.has_one_scale and any(group.size() > 1 for group in groups_of(param))
 
 
-class SharedAmaxes:
-    """Maxima over ranks of masters' amaxes, for each weight that lives in FP8 and is sharded with one scale.
+def share_amaxes(params: Iterable[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Write the maxima over ranks of masters' amaxes to the states of these weights, sharded in FP8 with one scale.
 
-    The next scale is computed before the update, from that amax and the most that a step can add. Each rank finds the
-    amax of its shard; one collective for each layout, of 4 bytes a weight, finds the largest. It begins at the end of a
-    step, runs beside the next forward and backward, and is waited for at the beginning of the next step.
+    The next scale is computed before the update, from that amax and the most that a step can add. Each rank has found
+    the amax of its shard; one collective for each layout, of 4 bytes a weight, finds the largest. On a GPU the device
+    waits for it, not the host.
 
-    All of these weights take part, in their order, even without gradients: so all ranks begin the same collectives.
+    All of these weights take part, in their order, even without gradients, so that ranks call the same collectives; a
+    state without a ``master_amax`` [1, 1] takes part with 0.
     """
+    params_by_groups: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        params_by_groups.setdefault(groups_of(param), []).append(param)
+    for groups, params_here in params_by_groups.items():
+        device = params_here[0].device_mesh.device_type  # type: ignore[attr-defined]
+        none_yet = torch.zeros(1, 1, device=device, dtype=torch.float32)
+        amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in params_here]
+        largest = maximum_over_ranks(torch.cat([amax.to(device) for amax in amaxes]), *groups)
+        for amax, largest_amax in zip(amaxes, largest, strict=True):
+            amax.copy_(largest_amax.view(1, 1))
 
-    def __init__(self) -> None:
-        self.options_compared = False  # whether ranks have compared their options
-        self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # (work, its result, amaxes to copy that to)
 
-    def start(self, params: Sequence[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Begin to find the largest amaxes, which ``finish`` writes to the states; all ranks give the same parameters.
-
-        A state without a ``master_amax`` [1, 1] takes part with 0.
-        """
-        import torch.distributed as dist
-
-        self.finish()
-        params_by_groups: dict[Any, list[nn.Parameter]] = {}
-        for param in params:
-            params_by_groups.setdefault(groups_of(param), []).append(param)
-        for (*outer, last), params_here in params_by_groups.items():
-            device = params_here[0].device_mesh.device_type  # type: ignore[attr-defined]
-            none_yet = torch.zeros(1, 1, device=device, dtype=torch.float32)
-            amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in params_here]
-            # several groups where the mesh has several dimensions
-            largest = maximum_over_ranks(torch.cat([amax.to(device) for amax in amaxes]), *outer)
-            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)
-            self._under_way.append((work, largest, amaxes))
-
-    def check_ranks_agree(self, optimizer: Any) -> None:
-        """Raise RanksDifferError, once, if ranks that share weights or replicas of shards have different options."""
-        if self.options_compared:
-            return
-        self.options_compared = True
-        meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded(param))
-        if not (groups := dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())):
-            return
-        options = {f"{type(optimizer).__name__}'s {name}": value for name, value in optimizer.shared_options().items()}
-        check_ranks_agree(options, groups)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the collectives under way, and write their results. On a GPU the device waits, not the host."""
-        under_way, self._under_way = self._under_way, []
-        for work, largest, amaxes in under_way:
-            work.wait()
-            for amax, largest_amax in zip(amaxes, largest, strict=True):
-                amax.copy_(largest_amax.view(1, 1))
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # where another rank is gone, no maximum is left to take
-            self.finish()
+def check_options_agree(optimizer: Any) -> None:
+    """Raise RanksDifferError if ranks that share an optimizer's weights or replicas of shards have other options."""
+    meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded(param))
+    if groups := dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
+        name = type(optimizer).__name__
+        check_ranks_agree({f"{name}'s {key}": value for key, value in optimizer.shared_options().items()}, groups)

@@ -118,13 +118,12 @@ def as_matrix(tensor: Tensor, fp8_experts: bool = False) -> Tensor:
     return tensor.flatten(0, 1) if fp8_experts else tensor.view(as_matrix_shape(tensor.shape))
 
 
-_STOCHASTIC: Any = "stochastic"
 # "fp8": second moments have no sign, so that its bit is one more of the mantissa; their root takes half the octaves.
 # Blocks of 128 keep underflow below one element in a thousand; stochastic rounding lets averages follow small changes.
 NAMED_MOMENTS: dict[str, tuple[Moment, Moment]] = {
     "fp32": (Moment("fp32"), Moment("fp32")),
-    "bf16": (Moment("bf16", rounding=_STOCHASTIC), Moment("bf16", rounding=_STOCHASTIC)),
-    "fp8": (Moment(E4M3, rounding=_STOCHASTIC), Moment(E4M4, root=True, rounding=_STOCHASTIC)),
+    "bf16": (Moment("bf16", rounding="stochastic"), Moment("bf16", rounding="stochastic")),
+    "fp8": (Moment(E4M3, rounding="stochastic"), Moment(E4M4, root=True, rounding="stochastic")),
 }
 
 

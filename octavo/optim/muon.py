@@ -161,8 +161,7 @@ class Muon(CompactOptimizer):
         if self.adamw is None:
             if stacked := [shape for shape in map(_shape_of, others) if len(shape) > 2]:
                 raise ValueError(_NO_MATRIX.format(stacked[0]))  # experts or a convolution: shapes don't tell
-            yield group | {"params": params, "algorithm": "muon"}
-            return
+            matrices, others = params, []  # check_weight refuses the others
         if matrices or not others:  # as torch, keep an empty group
             yield group | {"params": matrices, "algorithm": "muon"}
         if others:
@@ -190,15 +189,15 @@ class Muon(CompactOptimizer):
         return *moments_of(moments[0], 1), *moments_of(moments[1:])
 
     def bounds_update(self, settings: Settings, weights: Iterable[Tensor]) -> bool:
-        """Whether any weight lives in FP8."""
-        return bool(fp8_shards(weights))
+        """Whether AdamW's updates will be clipped: if a moment of AdamW is not float32, or a weight lives in FP8."""
+        return any(moment.format != "fp32" for moment in settings.moments[1:]) or bool(fp8_shards(weights))
 
     def check_weight(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
         """Raise ValueError as other optimizers do, and for no matrix, shards of columns, and options out of range."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
-            check_betas(weight, group)
+            check_betas(group["betas"], weight)
             return super().check_weight(weight, group, settings)
         dims = [dim for dim, _ in sharded_dims(weight)]
         if weight.ndim not in (2, 3):
@@ -220,8 +219,7 @@ class Muon(CompactOptimizer):
 
     def _options(self, group: dict[str, Any]) -> Any:
         if group["algorithm"] == "adamw":
-            bounds_update = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
-            return adam_group(group, maximize=False, decoupled=True, bounds_update=bounds_update)
+            return adam_group(group, maximize=False, decoupled=True, bounds_update=self.clip_update)
         momentum, decay = float(group["momentum"]), float(group["weight_decay"])
         options = group["lr"], momentum, 0.0, decay, group["nesterov"]
         return SgdGroup(*options, maximize=False, averages=True, max_update=MAX_UPDATE)
@@ -388,11 +386,9 @@ def _exchange(
     Both lists are in the order of the ranks. ``like``: a tensor of their dtype and device, if this rank sends nothing.
     """
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for _, tensor in tensors)])
-    send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
-    for rank, tensor in tensors:
-        send_sizes[rank] += tensor.numel()
-    for rank, shape in shapes:
-        receive_sizes[rank] += math.prod(shape)
+    ranks = range(group.size())
+    send_sizes = [sum(tensor.numel() for to_rank, tensor in tensors if to_rank == rank) for rank in ranks]
+    receive_sizes = [sum(math.prod(shape) for of_rank, shape in shapes if of_rank == rank) for rank in ranks]
     message = exchanged_rows(flat, send_sizes, receive_sizes, group.group_name)
     pieces = message.split([math.prod(shape) for _, shape in shapes])
     return [piece.view(shape) for piece, (_, shape) in zip(pieces, shapes, strict=True)]

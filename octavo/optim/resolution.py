@@ -21,7 +21,7 @@ class Resolution:
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.params = dict.fromkeys(params)  # in one order on all ranks
         self._loaded: Tensor | None = None
-        self._in_flight: SumsInFlight | None = None
+        self._in_flight: InFlight | None = None
         self._sums: dict[torch.device, Tensor] = {}
 
     @functools.cached_property
@@ -43,32 +43,32 @@ class Resolution:
             self._sums[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._sums[device]
 
-    def take(self) -> SumsInFlight:
-        """Return the sums over all devices and ranks since the last call, and begin new ones."""
+    def take(self) -> InFlight:
+        """Return the sums over all devices and ranks since the last call, on their way to the host; begin new ones."""
         if not self._sums:
-            return SumsInFlight(torch.zeros(2, dtype=torch.float64, device="cpu"))
+            return InFlight(torch.zeros(2, dtype=torch.float64, device="cpu"))
         by_device = list(self._sums.values())
         total = torch.stack([sums.to(by_device[0].device) for sums in by_device]).sum(0)
         for group in self._process_groups.values():
             torch.distributed.all_reduce(total, group=group)
         for sums in by_device:
             sums.zero_()
-        return SumsInFlight(total)
+        return InFlight(total)
 
     def next_ratio(self) -> float | None:
         """End an interval of steps; return the ratio of the interval before, whose sums have reached the host."""
         last, self._in_flight = self._in_flight, self.take()
-        return None if last is None else last.ratio()
+        return None if last is None else ratio_of(*last.wait())
 
     def state(self) -> dict[str, Tensor | None]:
         """Return this rank's sums, and those on their way to the host, on the CPU."""
         sums = [torch.zeros(2, dtype=torch.float64, device="cpu"), *(each.cpu() for each in self._sums.values())]
-        reading = None if self._in_flight is None else self._in_flight.sums().cpu()
+        reading = None if self._in_flight is None else self._in_flight.wait()[0].cpu()
         return {"sums": torch.stack(sums).sum(0), "reading": reading}
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a state that ``state`` returned, and go on from it."""
-        self._in_flight = None if state["reading"] is None else SumsInFlight(state["reading"])
+        self._in_flight = None if state["reading"] is None else InFlight(state["reading"])
         self.restart(state["sums"])
         self._loaded = state["sums"]
 
@@ -80,14 +80,7 @@ class Resolution:
             self.on(on_this_rank(next(iter(self.params)).detach()).device).copy_(sums)
 
 
-class SumsInFlight(InFlight):
-    """Sums on their way to the host."""
-
-    def sums(self) -> Tensor:
-        """Return the sums on the CPU; waits for the work that was launched before ``take``, and no later work."""
-        return self.wait()[0]
-
-    def ratio(self) -> float:
-        """Return updates' root mean square over that of the grid's rounding noise, step / sqrt(12); nan without any."""
-        moved, grid = self.sums().tolist()
-        return math.sqrt(12 * moved / grid) if grid > 0 else math.nan
+def ratio_of(sums: Tensor) -> float:
+    """Return updates' root mean square over that of the grid's rounding noise, step / sqrt(12); nan without any."""
+    moved, grid = sums.tolist()
+    return math.sqrt(12 * moved / grid) if grid > 0 else math.nan

@@ -27,6 +27,7 @@ from octavo.optim.layout import (
     is_fp8_experts,
     is_sharded_vector,
     like_param,
+    place_of,
     ranks_share_blocks,
 )
 from octavo.optim.masters import MasterForm
@@ -156,14 +157,22 @@ def moment_from(description: dict[str, Any]) -> Moment:
 
 
 def as_fp32(name: str, moment: Moment, saved_state: WeightState) -> Tensor:
-    """Return a moment's values in float32, read from a saved state; ValueError if that lacks it."""
-    tensors = {key: on_this_rank(value) for key, value in saved_state.items() if isinstance(value, Tensor)}
+    """Return this rank's values of a moment in float32, read from a saved state; ValueError if that lacks it.
+
+    Scales beside sharded codes are those of all rows, unless they are sharded too.
+    """
+    tensors = {key: value for key, value in saved_state.items() if isinstance(value, Tensor)}
     if name in tensors:
-        return tensors[name].to(torch.float32)
+        return on_this_rank(tensors[name]).to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
         remedy = "; docs/migrate.md reads a state of bitsandbytes back to float32" if "qmap1" in saved_state else ""
         raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(saved_state)}{remedy}")
-    return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
+    codes, scale_inv = tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"]
+    shard, row, column = on_this_rank(codes), 0, 0
+    if not is_dtensor(scale_inv):
+        place = place_of(codes)  # a vector's elements are one row
+        row, column = (place.first_row, place.first_column) if codes.ndim > 1 else (0, place.first_row)
+    return moment.read_codes(shard, on_this_rank(scale_inv).to(shard.device), row, column)
 
 
 def convert_moment(param: Tensor, name: str, old: Moment, new: Moment, state: WeightState) -> dict[str, Tensor]:

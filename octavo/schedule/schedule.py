@@ -129,13 +129,8 @@ class LossWatch:
         """Return the losses and counts that a checkpoint saves."""
         return {"losses": self.losses.cpu(), "seen": int(self.seen), "faults": int(self.faults)}
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state of another window."""
-        if state["losses"].shape != self.losses.shape:
-            raise ValueError(f"the state is of window={len(state['losses'])}, not {len(self.losses)}")
-
     def load(self, state: dict[str, Any]) -> None:
-        """Load a dict that ``state`` returned and ``check`` accepts."""
+        """Load a dict that ``state`` returned, of the same window."""
         self.losses = state["losses"].clone()
         self.seen = torch.tensor(state["seen"], device="cpu")
         self.faults = torch.tensor(state["faults"], dtype=torch.int32, device="cpu")
@@ -451,8 +446,8 @@ class PrecisionSchedule:
                 raise ValueError(f"the state's recipe in {phase} is {saved}, not {recipe}".replace("\n", ""))
         if (state_dict["watch"] is None) != (self._watch is None):
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
-        if self._watch is not None:
-            self._watch.check(state_dict["watch"])
+        if self._watch is not None and (window := len(state_dict["watch"]["losses"])) != self._watch.policy.window:
+            raise ValueError(f"the state is of window={window}, not {self._watch.policy.window}")
         if state_dict["recovering"]:
             return self._recovery_targets[state_dict["rescued"]]
         return self.targets[state_dict["index"]]

@@ -7,7 +7,7 @@
     rows that experts elsewhere compute  pairs; results in high precision          autograd/exchange.py
     gradients that are averaged          pairs                                     distributed/fp8_reduce.py
     Muon's directions                    bf16, or pairs                            optim/muon.py
-    amaxes that ranks share              their maximum, float32                    maximum_over_ranks, optim/layout.py
+    amaxes that ranks share              their maximum, float32                    maximum_over_ranks
     sums over an optimizer's weights     float32, float64                          optim/in_backward.py, resolution.py
     settings that have to be equal       a hash, 16 bytes                          check_ranks_agree
     rows of each expert, their amaxes    int32                                     autograd/exchange.py

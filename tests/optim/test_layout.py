@@ -265,7 +265,7 @@ def resolutions(mesh: Any) -> tuple[list[float], list[float]]:
         optimizer = AdamW(params, lr=0.01, moments="fp32")
         optimizer.measure(params)
         optimizer.step()
-        sums.append(optimizer.resolution.take().sums().tolist())
+        sums.append(optimizer.resolution.take().wait()[0].tolist())
     return sums[0], sums[1]
 
 

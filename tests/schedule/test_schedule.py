@@ -10,6 +10,7 @@ import torch
 
 import octavo
 from octavo import Recipe, RecipeMap, recipes
+from octavo.optim.resolution import ratio_of
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from octavo.schedule.schedule import NOT_FINITE, SPIKE, LossWatch
 from octavo.weights.stored import StoredWeight
@@ -71,7 +72,7 @@ def test_the_resolution_is_the_updates_root_mean_square_over_the_grids_noise():
     optimizer.step()
     moved = sum(float((w.detach().float() - b).square().sum()) for w, b in zip(weights, before, strict=True))
     noise = sum(float((torch.exp2(torch.frexp(b)[1].float() - 4)).square().sum()) / 12 for b in before)
-    ratio = optimizer.resolution.take().ratio()
+    ratio = ratio_of(*optimizer.resolution.take().wait())
     assert ratio == pytest.approx(math.sqrt(moved / noise), rel=0.05)  # weights are read in bf16 here
 
 
@@ -392,8 +393,6 @@ def test_its_state_is_all_that_it_knows():
         loss = 2.0 + 0.05 * step
         assert look(a, loss) == look(b, loss)
     assert a.read() == b.read()
-    with pytest.raises(ValueError, match="window=8, not 16"):
-        watch(window=16).check(a.state())
 
 
 @pytest.mark.parametrize(
