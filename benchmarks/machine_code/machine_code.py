@@ -196,12 +196,13 @@ def _accesses(name: str, code: Sequence[Instruction]) -> tuple[list[Instruction]
     """Return a kernel's loads and stores of tiles."""
     loads = [i for i in code if i.name.startswith("LDG.")]
     stores = [i for i in code if i.name.startswith("STG.")]
+    widest = [i for i in loads if _bits(i) == max(map(_bits, loads))]
     if name in _PRODUCTS:
         loads = [i for i in code if i.name.startswith("LDGSTS.")]
     elif name in _WIDEST:
-        loads = [i for i in loads if _bits(i) == max(map(_bits, loads))]
-    else:
-        loads = [i for i in loads if _is_of(_READ, i)]
+        loads = widest
+    else:  # Triton 3.7 gives the loads of some a line of the kernel itself
+        loads = [i for i in loads if _is_of(_READ, i)] or widest
     if name not in (*_PRODUCTS, *_WIDEST):
         stores = [i for i in stores if _is_of(_WRITE, i)]
     return loads, stores
