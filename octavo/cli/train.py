@@ -17,7 +17,7 @@ from typing import Any
 from octavo.cli.options import add_flags, option_errors
 from octavo.errors import MissingExtraError
 from octavo.train import Hooks, RunResult, TrainConfig, checkpoint, loop, progress, report, shard, trainer
-from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, chosen_recipe, config_of, load_options
+from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, chosen_recipe, config_of, load_options, train_errors
 from octavo_command import INTERRUPTED, signals_to
 
 EXAMPLES = (
@@ -32,7 +32,7 @@ RECIPE = "dynamic"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``octavo train``."""
     text = f"how FP8 is used: one of {', '.join(RECIPES)}; or a file of recipes by layer, such as rules.json"
-    add_run(parser, "--recipe", text, RECIPE, type=recipe_given)
+    add_run(parser, "--recipe", text, RECIPE)
 
 
 def add_run(parser: argparse.ArgumentParser, flag: str, text: str, default: str, **options: Any) -> None:
@@ -47,18 +47,12 @@ def add_run(parser: argparse.ArgumentParser, flag: str, text: str, default: str,
         add_flags(parser, config)
 
 
-def recipe_given(text: str) -> Any:
-    """Return the recipe that a command line names, or that the file it names holds."""
-    try:
-        return chosen_recipe(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run ``octavo train``."""
     values = values_of(options)
-    return train(values, [values.get("recipe", RECIPE)], arguments)
+    with train_errors("--recipe: "):
+        recipe = chosen_recipe(values.get("recipe", RECIPE))
+    return train(values, [recipe], arguments)
 
 
 def values_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from octavo.export.loading import split_stored
 from octavo.inspect import Recorder
 from octavo.inspect.weight_updates import torch_optimizer
 from octavo.integrations.accelerate import (
-    Following,
     TrainingState,
     check_clip,
     convert_once,
@@ -96,7 +96,7 @@ class OctavoCallback(TrainerCallback):
         self.recorder: Recorder | None = None
         self._state: TrainingState | None = None
         self._optimizer: Optimizer | None = None
-        self._following: Following | None = None
+        self._training = ExitStack()  # ends what a training has begun
         self._tokens = 0
         self._logged: dict[str, float] | None = None  # numbers of a step that is done; None once it is recorded
 
@@ -138,9 +138,9 @@ class OctavoCallback(TrainerCallback):
             checkpoint_model_in_fp8(model)
         if args.max_grad_norm:
             check_clip(optimizer, f"max_grad_norm={args.max_grad_norm}")
-        self._end()  # a training that was interrupted
+        self._training.close()  # of a training that was interrupted
         if args.gradient_accumulation_steps > 1 and uses_gradients_early(optimizer):
-            self._following = follow_accumulation(model, optimizer, _is_in_train)
+            self._training.callback(follow_accumulation(model, optimizer, _is_in_train).remove)
         saved = state.stateful_callbacks.pop(KEY, None)
         # on_init_end has begun unless Trainer made the optimizer since; a second train() without resuming begins anew
         is_another_training = saved is None and self.schedule is not None and self.schedule.steps > 0
@@ -158,6 +158,7 @@ class OctavoCallback(TrainerCallback):
         if self.inspect is not None:
             more = {"optimizer": optimizer, "schedule": self.schedule, "step": state.global_step}
             self.recorder = Recorder(model, self.inspect, self.inspect_every, **more)
+            self._training.callback(self.recorder.close)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the previous step, with the numbers that Trainer logged."""
@@ -180,14 +181,7 @@ class OctavoCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish the record."""
         self.on_step_begin(args, state, control)
-        self._end()
-
-    def _end(self) -> None:
-        """End what a training has begun."""
-        if self._following is not None:
-            self._following.remove()
-        if self.recorder is not None:
-            self.recorder.close()
+        self._training.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add octavo's state to the checkpoint that was written, unless a search for hyperparameters runs."""

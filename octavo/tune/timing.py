@@ -60,6 +60,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]
 
 
+def error_of(function: Callable[..., object], *arguments: Any) -> str:
+    """Call a function and wait for the GPU; return the error as one short line, "" for none."""
+    try:
+        function(*arguments)
+        synchronize()
+    except Exception as error:
+        return describe(error)
+    return ""
+
+
 def timings(
     variants: Mapping[str, Callable[[], object]],
     rounds: int = 10,
@@ -72,15 +82,8 @@ def timings(
     ``seconds_a_variant`` has fewer rounds. Unless ``hide_host``, a reading is of several calls in a row, which begin
     with an idle GPU: if the host is slower than the GPU, it is the host's time.
     """
-    seconds: dict[str, list[float]] = {}
-    errors = {}
-    for name, call in variants.items():
-        try:
-            call()
-            synchronize()
-            seconds[name] = []
-        except Exception as error:
-            errors[name] = describe(error)
+    errors = {name: error for name, call in variants.items() if (error := error_of(call))}
+    seconds: dict[str, list[float]] = {name: [] for name in variants if name not in errors}
     spent = dict.fromkeys(seconds, 0.0)
     for _ in range(rounds):
         for name, readings in seconds.items():
@@ -143,10 +146,7 @@ def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], m
 
 
 def _attempt(function: Callable[..., Any], task: tuple[Any, ...]) -> str:
-    try:
-        function(*task)
-        synchronize()
+    error = error_of(function, *task)
+    if not error:
         torch.cuda.empty_cache()  # for the other processes
-        return ""
-    except Exception as error:
-        return describe(error)
+    return error

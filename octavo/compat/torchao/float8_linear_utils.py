@@ -35,10 +35,9 @@ def convert_to_float8_training(
         by_name = f"use Float8LinearConfig.from_recipe_name({config!r})"
         remedy = by_name if isinstance(config, str) else f"import Float8LinearConfig from {__package__} too"
         raise TypeError(f"config is a {type(config).__module__}.{type(config).__qualname__}: {remedy}")
-    filter_fn = module_filter_fn or (lambda module, name: True)
 
-    def chosen(layer: nn.Module, name: str) -> bool:
-        return isinstance(layer, nn.Linear) and filter_fn(layer, name)  # torchao converts nothing else
+    def chosen(layer: nn.Module, name: str) -> bool:  # torchao converts nothing but nn.Linear
+        return isinstance(layer, nn.Linear) and (module_filter_fn is None or module_filter_fn(layer, name))
 
     if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
         raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")
