@@ -43,6 +43,7 @@ from octavo.nn.candidates import Select
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import fused_modules
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.saved import predicted_by_kind
 from octavo.private import pytree
 from octavo.recipes import as_recipe, default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -231,19 +232,6 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearW
     return CHUNKED_LOSS * work.logits + chunk_bytes * chunk + input_gradient, head if writes_codes else None
 
 
-def _saved(
-    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], phase: Phase, inputs: Sequence[Any]
-) -> dict[str, int]:
-    """Return the bytes by kind that forward saves in a phase; of many blocks that are alike some are run."""
-    meta_inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), tuple(inputs))
-
-    def saved_by(twin: nn.Module) -> dict[str, int]:
-        schedule = PrecisionSchedule(twin, optimizer(NamedParameters(twin)), [phase])
-        return dict(schedule.plan(example_inputs=meta_inputs).phases[0].saved or {})
-
-    return run_shorter(model, saved_by, lengthened)
-
-
 def estimate(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -315,8 +303,10 @@ def estimate(
     if not RecipeModule.named_in(twin):
         convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
-    saved = _saved(twin, optimizer, phase, inputs)
-    memory = PrecisionSchedule(twin, optimizer_of_twin := optimizer(NamedParameters(twin)), [phase]).plan().phases[0]
+    optimizer_of_twin = optimizer(NamedParameters(twin))
+    memory = PrecisionSchedule(twin, optimizer_of_twin, [phase]).plan().phases[0]  # puts the twin into the phase
+    meta_inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), tuple(inputs))
+    saved = run_shorter(twin, lambda shorter: predicted_by_kind(shorter, meta_inputs), lengthened)
     return Estimate(
         name=FUSED_BF16 if is_fused_bf16 else IN_BF16 if recipe is None else getattr(recipe, "name", "map"),
         products=times.products,
