@@ -309,8 +309,7 @@ def estimate(
     modules = dict(twin.named_modules())
     kernels = BF16_KERNELS if recipe is None else {part: each.fused for part, each in PARTS.items()}
     parts = _newly_fused(model, twin, work, kernels) if fuse else []
-    has_fused_loss = any(each.part == "loss" for each in parts)
-    loss_bytes = (FUSED_LOSS if has_fused_loss else LOSS) * work.logits
+    loss_bytes = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     uncast_head = None
     if chunked_loss:
         loss_bytes, uncast_head = _chunked(work, modules)
