@@ -43,6 +43,7 @@ from octavo.nn.candidates import Select
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import fused_modules
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.saved import predicted_by_kind
 from octavo.private import pytree
 from octavo.recipes import as_recipe, default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
@@ -165,6 +166,7 @@ class _Times:
         times = rates.host.get("operation", HostTime(0.0, 0.0))
         self.host_seconds = [traffic[FORWARD].ops * times.forward, traffic[AFTER].ops * times.backward]
         self.products = self.casts = 0.0
+        self.layers: list[LayerTime] = []  # the converted ones
 
     def _traffic(self, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> list[Traffic]:
         """Return the traffic in eager of each span, where these parts are fused."""
@@ -183,12 +185,31 @@ class _Times:
         blocks = self.work.blocks
         return FORWARD if blocks is not None and name.startswith(f"{blocks.name}.") else AFTER
 
-    def add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> LayerTime:
-        """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
+    def add_layers(
+        self, modules: Mapping[str, nn.Module], weight_storage: str | None, uncast_head: LinearWork | None
+    ) -> None:
+        """Add the linear layers of the step, without casts that are not made.
+
+        ``uncast_head``: the head, if the loss writes its output's gradient in codes.
+        """
+        cast_inputs = set()
+        for linear in self.work.linears:
+            module = modules.get(linear.name)  # None for experts that are not converted
+            recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
+            cast_input = linear.input_reader, linear.grad_weight, recipe.input_casts
+            spared = {"weight"} if weight_storage else set()
+            spared |= {"input"} if cast_input in cast_inputs else set()
+            spared |= {"grad_output"} if linear is uncast_head else set()
+            cast_inputs |= {cast_input} if linear.input_reader else set()
+            self._add(linear, recipe, spared)
+
+    def _add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> None:
+        """Add a layer, but for the casts of the roles ``spared``; its LayerTime has all casts."""
         multiplied = linear.product_seconds(recipe, self.rates)
         cast = linear.cast_seconds(recipe, self.rates)
-        in_bf16, _ = linear.seconds(high_precision(), self.rates)
-        layer = LayerTime(linear, in_bf16, sum(multiplied) + sum(cast.values()))
+        if not recipe.is_high_precision:
+            in_bf16, _ = linear.seconds(high_precision(), self.rates)
+            self.layers.append(LayerTime(linear, in_bf16, sum(multiplied) + sum(cast.values())))
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
         cast |= dict.fromkeys(spared, 0.0)
         self.products += sum(multiplied)
@@ -199,7 +220,6 @@ class _Times:
         self.device_seconds[AFTER] += sum(gradients) + cast["grad_output"]
         self.host_seconds[span] += times.forward - times.cast * len(spared & {"input", "weight"})
         self.host_seconds[AFTER] += times.backward
-        return layer
 
 
 def _newly_fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
@@ -229,19 +249,6 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearW
     chunk = min(work.logits, ROWS * head.out_features)
     input_gradient = 2 * head.sizes.input  # in bf16: forward computes it, chunk by chunk, and keeps it for backward
     return CHUNKED_LOSS * work.logits + chunk_bytes * chunk + input_gradient, head if writes_codes else None
-
-
-def _saved(
-    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], phase: Phase, inputs: Sequence[Any]
-) -> dict[str, int]:
-    """Return the bytes by kind that forward saves in a phase; of many blocks that are alike some are run."""
-    meta_inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), tuple(inputs))
-
-    def saved_by(twin: nn.Module) -> dict[str, int]:
-        schedule = PrecisionSchedule(twin, optimizer(NamedParameters(twin)), [phase])
-        return dict(schedule.plan(example_inputs=meta_inputs).phases[0].saved or {})
-
-    return run_shorter(model, saved_by, lengthened)
 
 
 def estimate(
@@ -302,8 +309,7 @@ def estimate(
     modules = dict(twin.named_modules())
     kernels = BF16_KERNELS if recipe is None else {part: each.fused for part, each in PARTS.items()}
     parts = _newly_fused(model, twin, work, kernels) if fuse else []
-    has_fused_loss = any(each.part == "loss" for each in parts)
-    loss_bytes = (FUSED_LOSS if has_fused_loss else LOSS) * work.logits
+    loss_bytes = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     uncast_head = None
     if chunked_loss:
         loss_bytes, uncast_head = _chunked(work, modules)
@@ -311,12 +317,14 @@ def estimate(
     if is_fused_bf16:
         set_recipe(twin, high_precision())
     times = _Times(work, rates, parts, kernels)
-    layers = _added_layers(times, modules, weight_storage, uncast_head)
+    times.add_layers(modules, weight_storage, uncast_head)
     if not RecipeModule.named_in(twin):
         convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
-    saved = _saved(twin, optimizer, phase, inputs)
-    memory = PrecisionSchedule(twin, optimizer_of_twin := optimizer(NamedParameters(twin)), [phase]).plan().phases[0]
+    optimizer_of_twin = optimizer(NamedParameters(twin))
+    memory = PrecisionSchedule(twin, optimizer_of_twin, [phase]).plan().phases[0]  # puts the twin into the phase
+    meta_inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), tuple(inputs))
+    saved = run_shorter(twin, lambda shorter: predicted_by_kind(shorter, meta_inputs), lengthened)
     return Estimate(
         name=FUSED_BF16 if is_fused_bf16 else IN_BF16 if recipe is None else getattr(recipe, "name", "map"),
         products=times.products,
@@ -324,33 +332,12 @@ def estimate(
         other=times.other,
         optimizer=_update_seconds(memory, optimizer_of_twin, rates),
         memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss_bytes}),
-        layers=layers,
+        layers=tuple(times.layers),
         other_compiled=times.other_compiled,
         device=tuple(times.device_seconds),
         host=tuple(times.host_seconds),
         loss=loss_bytes,
     )
-
-
-def _added_layers(
-    times: _Times, modules: Mapping[str, nn.Module], weight_storage: str | None, uncast_head: LinearWork | None
-) -> tuple[LayerTime, ...]:
-    """Add the linear layers of a step to its times, without casts that are not made; return the converted ones.
-
-    ``uncast_head``: the head, if the loss writes its output's gradient in codes.
-    """
-    layers: list[LayerTime] = []
-    cast_inputs = set()
-    for linear in times.work.linears:
-        module = modules.get(linear.name)  # None for experts that are not converted
-        recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        cast_input = linear.input_reader, linear.grad_weight, recipe.input_casts
-        roles = ("weight", weight_storage), ("input", cast_input in cast_inputs), ("grad_output", linear is uncast_head)
-        spared = {role for role, is_spared in roles if is_spared}
-        cast_inputs |= {cast_input} if linear.input_reader else set()
-        layer = times.add(linear, recipe, spared)
-        layers += [] if recipe.is_high_precision else [layer]
-    return tuple(layers)
 
 
 def _update_seconds(memory: PhasePlan, optimizer: Optimizer, rates: Rates) -> float:

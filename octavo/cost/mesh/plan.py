@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from octavo import recipes
 from octavo.cost.estimate import estimate
 from octavo.cost.from_flags import tokens_of
 from octavo.cost.mesh.servers import Hardware
@@ -158,7 +157,7 @@ def plan(
     def rank_step(name: str, compiled: bool) -> RankStep:
         in_fp8, saved = name != IN_BF16, None
         if not compiled:
-            recipe = getattr(recipes, name)() if in_fp8 else None
+            recipe = name if in_fp8 else None
             saved = estimate(model, inputs, recipe, rates, work=work, fuse=in_fp8 and fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
         region_bytes = fp8_region_bytes(shapes.width) if checkpoint_in_fp8 else BF16

@@ -98,10 +98,9 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     if work.blocks is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
     name, count = work.blocks.name, work.blocks.size
-    layers = sum(1 for _ in model.get_submodule(name).children())
     block = _matrices(model, work, work.blocks, context)
     parameters_of_blocks = sum(p.numel() for p in model.get_submodule(name).parameters())
-    vectors = parameters_of_blocks / layers - sum(weight.elements for weight in block)
+    vectors = parameters_of_blocks / count - sum(weight.elements for weight in block)
     if (head := head_of(work)) is None:
         raise PlanError("--gpus: the model has no linear layer after its blocks, whose output would be logits")
     other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes.weight
@@ -112,7 +111,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     return Shapes(
         name=type(model).__name__,
         width=head.in_features,
-        layers=layers,
+        layers=count,
         block=(*block, Weight(max(0, round(vectors)))),
         root=(embedding, Weight(head.out_features, head.in_features)),
         attention_features=work.other_flop / (sum(ATTENTION_FLOP) * context**2 * count),

@@ -65,11 +65,6 @@ class RankStep(Rank):
         return sum(self.seconds_by_kind.values())
 
     @functools.cached_property
-    def fsdp(self) -> Wait:
-        """A round of the collectives of FSDP2 and of HSDP's replicas, of which a micro-batch's compute hides some."""
-        return messages.fsdp(self, forward=self.compute_seconds / 3, backward=2 * self.compute_seconds / 3)
-
-    @functools.cached_property
     def optimizer(self) -> float:
         """Seconds of the optimizer's update of this rank's shards.
 
@@ -92,8 +87,9 @@ class RankStep(Rank):
     def step(self) -> Step:
         """The Step of all micro-batches and of the optimizer; a pipeline's stages wait for its first and last ones."""
         layout, count = self.layout, self.layout.micro_batches
+        fsdp = messages.fsdp(self, forward=self.compute_seconds / 3, backward=2 * self.compute_seconds / 3)
         tensor, expert = messages.tensor(self), messages.expert(self)
-        waits = {"fsdp": self.fsdp.times(count if layout.reshards else 1)}
+        waits = {"fsdp": fsdp.times(count if layout.reshards else 1)}
         waits |= {"tensor": tensor.times(count), "expert": expert.times(count)}
         seconds_by_kind = {kind: count * seconds for kind, seconds in self.seconds_by_kind.items()}
         bubble = (layout.pipeline - 1) / layout.chunks * (self.compute_seconds + tensor.seconds + expert.seconds)
