@@ -186,9 +186,6 @@ class GatheredWeight(ForProducts):
         assert granularity is not None
         return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.qdata.dtype})"
-
 
 def _pairs(operands: Operands) -> list[Tensor]:
     """Return the tensors of both pairs."""

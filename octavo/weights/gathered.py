@@ -223,10 +223,6 @@ class InFP8(Way):
         """This rank's shard."""
         return on_this_rank(self.gather.parameter)
 
-    def is_fresh(self, module: WeightReader) -> bool:
-        """Whether the codes serve the forward for which the module's weight is gathered now."""
-        return self.fresh_key == self.key_now(module)
-
     def key_now(self, module: WeightReader) -> tuple[Any, ...]:
         """Return a key that differs from the last cast's if the codes are outdated.
 
@@ -246,7 +242,7 @@ class InFP8(Way):
             group.backwards += 1
         else:
             # cast all shards of the group, unless the gather of another weight for the same forward has done so
-            if not self.is_fresh(module):
+            if self.fresh_key != self.key_now(module):
                 group.cast_shards(gather.parameter.device_mesh, unshard.mesh)
             self.fresh_key = None
         group.wait_for_casts()

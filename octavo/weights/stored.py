@@ -413,10 +413,6 @@ class StoredWeight(ShardHooks, Pair):
         self.low_bits = None
         torch.autograd.graph.increment_version([self.qdata])
 
-    def lacks_scales(self) -> bool:
-        """Whether a file's codes were written into it without theirs. ``_write_codes`` leaves NaN in their place."""
-        return bool(self.scale_inv.isnan().any())
-
     def share_memory_(self) -> StoredWeight:
         """Move its tensors to shared memory."""
         for tensor in filter(lambda one: one is not None, (self.qdata, self.scale_inv, self.low_bits)):

@@ -160,7 +160,8 @@ def test_codes_are_fresh_for_one_gather_of_a_forward(mesh, monkeypatch):
     names, notes = dict(zip(model, "AB", strict=True)), []
 
     def fresh():
-        return [name for layer, name in names.items() if layer.fp8.gather.way(layer).is_fresh(layer)]
+        ways = [(layer, name, layer.fp8.gather.way(layer)) for layer, name in names.items()]
+        return [name for layer, name, way in ways if way.fresh_key == way.key_now(layer)]
 
     def noting(kind, method):
         original = getattr(kind, method)
