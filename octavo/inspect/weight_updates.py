@@ -231,9 +231,8 @@ class Updates:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
         params = [weight if isinstance(weight, Tensor) else weight_of(weight) for weight in self._weights]
         local = [local_gradient(p) if p is not None and p.is_leaf else None for p in params]
-        plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in local]
         none = self._before.weights[0, :0]
-        gradients = [none if grad is None else strided(grad) for grad in plain]
+        gradients = [strided(grad) if type(grad) is Tensor and not grad.is_sparse else none for grad in local]
         return [len(grad) for grad in gradients], padded(gradients)
 
     def _after_update(self) -> None:
