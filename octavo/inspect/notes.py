@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from octavo.nn.inputs import finds_shapes
 from octavo.private import hooks_after_gradients, running_backward
 from octavo.weights.fsdp2 import whole
 
-_Context = Callable[[], AbstractContextManager[None]]
+_Context = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class ModuleHook(NamedTuple):
@@ -171,20 +171,18 @@ class StepNotes:
         self._before_gradient, self._or_reason = before_gradient, or_reason
         self.calls: list[Call] = []
         self._running: list[Call | None] = []  # the calls of forwards that now run, as one may call another
-        self._hooks: list[Any] = []
+        self._hooks = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Note the forwards from now on."""
         before: Any = ModuleHook(self._before_forward)
         after: Any = ModuleHook(self._after_forward)
-        handle = self._wrapped.register_forward_pre_hook(before, with_kwargs=True)
-        self._hooks = [handle, self._wrapped.register_forward_hook(after, always_call=True)]
+        self._hooks.enter_context(self._wrapped.register_forward_pre_hook(before, with_kwargs=True))
+        self._hooks.enter_context(self._wrapped.register_forward_hook(after, always_call=True))
 
     def end(self) -> None:
         """Note no more forwards, and forget those that were noted."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
         self.calls = []
         self._running = []
 

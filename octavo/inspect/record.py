@@ -457,19 +457,15 @@ def weight_measures(moved: Any) -> dict[str, Any]:
 
 
 def twin_measures(products: Any) -> dict[str, Any]:
-    """Return the distances of weights' gradients from the twin's, and its norms, [..., layers].
+    """Return the cosines of weights' gradients with the twin's, and the norms of the twin's, [..., layers].
 
-    ``products``: Products.layers of steps and their twins, [..., layers, 3]. One factor for all layers is left out of
-    the error, as clipping and a loss scale are of the step's gradients alone.
+    ``products``: of steps and their twins, [..., layers, 3]; see products.py.
     """
     product, of_step, of_twin = np.moveaxis(products, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         cosine = np.where(of_step == 0, 0.0, product / np.sqrt(of_step * of_twin))  # 0 where FP8 leaves no gradient
-        factor = product.sum(-1, keepdims=True) / of_twin.sum(-1, keepdims=True)
-        squared_error = np.maximum(of_step - 2 * factor * product + factor**2 * of_twin, 0)
         return {
             "twin_cosine": np.where(of_twin > 0, cosine, np.nan),
-            "twin_error": np.where(of_twin > 0, np.sqrt(squared_error / of_twin) / np.abs(factor), np.nan),
             "twin_norm": np.where(of_twin > 0, np.sqrt(of_twin), np.nan),
         }
 

@@ -11,6 +11,7 @@ record.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import warnings
@@ -428,12 +429,11 @@ def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]
     beyond = [(times_limit[lines] > 1).sum() for _, lines in rows_of_experts]
     arrays |= _counts("worst_", counts[worst_lines], extremes[worst_lines])
     arrays["worst"] = np.stack([worst_lines - [lines.start for _, lines in rows_of_experts], beyond], 1)
-    candidates: dict[str, list[tuple[Any, ...]]] = {}
     # Tokens are counted from a row that was cast, best grad_output's: it is cast once however often forward runs
-    for row, lines in rows_of_experts:
-        order = not counts[lines, 0].any(), _TOKENS_FROM.index(row.role)
-        candidates.setdefault(row.layer, []).append((*order, lines.start, counts[lines, 0] / row.features))
-    tokens = [np.rint(min(counted, key=lambda each: each[:3])[-1]) for counted in candidates.values()]
+    tokens = []
+    for _, rows_of_layer in itertools.groupby(rows_of_experts, key=lambda each: each[0].layer):
+        row, lines = min(rows_of_layer, key=lambda x: (not counts[x[1], 0].any(), _TOKENS_FROM.index(x[0].role)))
+        tokens.append(np.rint(counts[lines, 0] / row.features))
     return arrays | {"tokens": np.concatenate(tokens).astype("int64")}
 
 

@@ -253,9 +253,8 @@ class Twin:
 
         ``products``, ``control_loss_ratio``: a Comparison's, on the CPU.
         """
-        self._needs_controls |= (
-            bool((cosines_of(products) < DIFFERING_COSINE).any()) or float(control_loss_ratio) > MOVED_LOSS
-        )
+        differs = (cosines_of(products) < DIFFERING_COSINE).any()
+        self._needs_controls |= bool(differs | (control_loss_ratio > MOVED_LOSS))
 
     def end(self) -> None:
         """Note no more forwards, and forget those that were noted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -192,20 +193,19 @@ class Updates:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
         self._weights: Weights = ()
         self._last: Tensor | None = None  # sampled weights after the last recorded step's update
         self._moved: Tensor | None = None
         if (hooked := torch_optimizer(optimizer)) is not None:
-            self._handles.append(hooked.register_step_pre_hook(lambda *_: self._before_step()))
-            self._handles.append(hook_before_update(hooked, lambda _: self._before_update()))
-            self._handles.append(hooked.register_step_post_hook(lambda *_: self._after_update()))
-        self.is_hooked = bool(self._handles)
+            self._hooks.enter_context(hooked.register_step_pre_hook(lambda *_: self._before_step()))
+            self._hooks.enter_context(hook_before_update(hooked, lambda _: self._before_update()))
+            self._hooks.enter_context(hooked.register_step_post_hook(lambda *_: self._after_update()))
+        self.is_hooked = hooked is not None
 
     def close(self) -> None:
         """Remove the hooks from the optimizer's step."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def begin(self, weights: Weights, is_as_before: bool) -> None:
         """Begin a recorded step; ``is_as_before``: the last one had the same weights."""
@@ -231,9 +231,8 @@ class Updates:
         """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
         params = [weight if isinstance(weight, Tensor) else weight_of(weight) for weight in self._weights]
         local = [local_gradient(p) if p is not None and p.is_leaf else None for p in params]
-        plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in local]
         none = self._before.weights[0, :0]
-        gradients = [none if grad is None else strided(grad) for grad in plain]
+        gradients = [strided(grad) if type(grad) is Tensor and not grad.is_sparse else none for grad in local]
         return [len(grad) for grad in gradients], padded(gradients)
 
     def _after_update(self) -> None:

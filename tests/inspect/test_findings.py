@@ -55,7 +55,7 @@ def healthy(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED
     moved = (records, layers)
     weights = {
         **{name: np.full(moved, np.nan) for name in ("size", "gradient", "outside", "second_moment")},
-        **{f"twin_{name}": np.full(moved, np.nan) for name in ("cosine", "error", "norm")},
+        **{f"twin_{name}": np.full(moved, np.nan) for name in ("cosine", "norm")},
         "update": 1e-4 * random.uniform(0.5, 2, moved),
         "resolution": random.uniform(50, 100, moved),
         "changed": np.ones(moved),

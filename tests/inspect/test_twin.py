@@ -120,7 +120,7 @@ def test_a_training_with_twins_has_the_bits_of_one_without(recipe: str, returns_
     np.testing.assert_allclose(losses, of_step, rtol=0.02)
     assert (losses != of_step).all()
     assert record.weights["twin_cosine"].shape == (3, len(record.layers))
-    assert (record.weights["twin_cosine"] > 0.9).all() and (record.weights["twin_error"] < 0.4).all()
+    assert (record.weights["twin_cosine"] > 0.9).all()
     assert np.isnan(octavo.inspect.load(tmp_path / "without").weights["twin_cosine"]).all()
 
 
@@ -170,12 +170,9 @@ def test_a_twin_is_the_same_model_in_high_precision(returns_loss: bool, tmp_path
     record, (loss_of_twin,), _ = twins(tmp_path)
     assert loss_of_twin == pytest.approx(float(expected), rel=1e-6)
     pairs = [(g.double(), t.double()) for g, t in zip(gradients, twin_gradients, strict=True) if g.ndim == 2]
-    factor = sum((g * t).sum() for g, t in pairs) / sum((t * t).sum() for _, t in pairs)
     for place, (g, t) in enumerate(pairs):
         cosine = float((g * t).sum() / (g.norm() * t.norm()))
         assert record.weights["twin_cosine"][0, place] == pytest.approx(cosine, rel=1e-6)
-        error = float((g - factor * t).norm() / (factor * t).norm())
-        assert record.weights["twin_error"][0, place] == pytest.approx(error, rel=1e-4)
 
 
 def test_a_closure_that_computes_the_gradients_leaves_the_same_record(tmp_path: Path) -> None:
