@@ -444,10 +444,8 @@ class Fp8Weight(Scaled):
         """Return the piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""
         if not self.has_blocks:
             return self.scale_inv.view(1, 1, 1)
-        top, left = piece.rows.start // BLOCK, piece.cols.start // BLOCK
-        squares = self.scale_inv[top : blocks_in_row(piece.rows.stop), left : blocks_in_row(piece.cols.stop)]
-        rows = squares.repeat_interleave(BLOCK, 0)[piece.rows.start - top * BLOCK :]
-        return rows[: piece.rows.stop - piece.rows.start, :, None]
+        rows = torch.arange(piece.rows.start, piece.rows.stop, device=self.scale_inv.device)
+        return self.scale_inv[rows // BLOCK, piece.cols.start // BLOCK : blocks_in_row(piece.cols.stop), None]
 
 
 Master = MasterWeight | Fp8Weight
