@@ -50,11 +50,11 @@ from octavo.autograd.products import (
     unrounded,
 )
 from octavo.autograd.rotary import Positions, gradient_of_heads
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource
 from octavo.kernels.reference.activation import FUNCTIONS
-from octavo.scaling.recipe import INPUT, WEIGHT, Recipe
+from octavo.scaling.recipe import INPUT, WEIGHT
 from octavo.tensor.collectives import summed
 from octavo.tensor.pair import Operands
 
@@ -274,7 +274,7 @@ def _gradients_of_two_layers(
     second, recipe = Saved(*tensors), plan.layer.recipe
     needs_dx, needs_dh = needs.are_needed()
     needs_dw, needs_of_first = needs.second_weight, (needs_dx, needs.weight, needs.bias)
-    scale_and_tile = h_scale_inv, _tile_of_saved(recipe)
+    scale_and_tile = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
         x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), second.offsets)
@@ -301,11 +301,6 @@ def _gradients_of_two_layers(
         del codes  # before the first layer's products
     of_first = (None, None, None) if g_first is None else gradients(g_first, saved, first_plan, needs_of_first)
     return *of_first, dw2, db2
-
-
-def _tile_of_saved(recipe: Recipe) -> Tile:
-    """Return the tile of the scales of h, as it is saved; any tile if it is saved without scales."""
-    return (ALL, ALL) if recipe.saved is None else recipe.saved.tile
 
 
 def _whole(dx_TK: Tensor | None, plan: BackwardPlan) -> Tensor | None:
@@ -364,7 +359,7 @@ class _ActivatedLinear(torch.autograd.Function):
         needs = needs_dgate or needs_dup, needs_dw, needs_db
         ctx.plan = plan_for_next_pass(plan)
         if h_scale_inv is not None:  # to the dtype of torch's gradients of it; ``unrounded`` reads float32
-            h = kernels.dequantize(h, h_scale_inv, _tile_of_saved(recipe), dtype)
+            h = kernels.dequantize(h, h_scale_inv, recipe.saved.tile, dtype)
         if needs_dw and recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
         da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)

@@ -145,11 +145,6 @@ class Scaling(NamedTuple):
         """The dtype of scale_inv as it is written."""
         return scale_inv_dtype(self.tile, self.power_of_two, self.is_packed)
 
-    @property
-    def known_scale(self) -> float:
-        """The delayed scale, or 0 where the scale will come from the tensor's own amax."""
-        return 0.0 if self.delayed_scale is None else self.delayed_scale.tolist()[self.role]
-
     def scale_of(self, amax: Tensor) -> Tensor:
         """Return the delayed scale; else, or where that is 0, the scales of ``amax``. Of E2M1 they are outer scales."""
         delayed = None if self.delayed_scale is None else self.delayed_scale[self.role]
@@ -251,8 +246,6 @@ class OperandPair(NamedTuple):
 
     def plain(self) -> OperandPair:
         """Return the pair with scales that are not swizzled."""
-        if self.scale_inv.ndim != 1:
-            return self
         return OperandPair(self.codes, plain_scales(self.scale_inv, self.codes.shape, self.tile), self.tile)
 
 

@@ -69,14 +69,13 @@ def check_product(a: OperandKinds, b: OperandKinds, bias: Sequence[int] | None) 
 def check_sizes(**tensors: tuple[Tensor | None, str]) -> None:
     """Raise ValueError unless dimensions of one letter have one size: ``check_sizes(x=(x, "RC"), gamma=(gamma, "C"))``.
 
-    A digit stands for itself; None, and what is traced, is left out.
+    None, and what is traced, is left out.
     """
     size_of: dict[str, int] = {}
     for name, (tensor, letters) in tensors.items():
         if tensor is None or type(tensor) not in WITH_MEMORY:
             continue
-        pairs = zip(letters, tensor.shape, strict=False)
-        sizes = [int(letter) if letter.isdigit() else size_of.setdefault(letter, size) for letter, size in pairs]
+        sizes = [size_of.setdefault(letter, size) for letter, size in zip(letters, tensor.shape, strict=False)]
         if len(letters) != tensor.ndim or tuple(tensor.shape) != tuple(sizes):
             raise ValueError(f"{name} of shape {list(tensor.shape)} needs [{', '.join(letters)}], where {size_of}")
 

@@ -42,7 +42,7 @@ from octavo.kernels.cpu.codes import (
     with_dense_rows,
 )
 from octavo.kernels.layouts import as_matrix_shape
-from octavo.kernels.reference.activation import gated, value, value_and_slope
+from octavo.kernels.reference.activation import FUNCTIONS, gated
 from octavo.kernels.reference.activation import produced as reference_produced
 from octavo.kernels.reference.cast import write as reference_write
 from octavo.kernels.reference.norm import normalise
@@ -113,7 +113,7 @@ class _ByCpp(NamedTuple):
 def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _ByCpp:
     """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
     scaling = target.scaling
-    has_scale = bool(scaling.known_scale)
+    has_scale = scaling.delayed_scale is not None and bool(scaling.delayed_scale[scaling.role])
     if not scaling.is_packed:
         height = scaling.tile[by_columns]
         target_bytes = described(target, shape, by_columns)
@@ -250,9 +250,9 @@ def _gated(h: Tensor, dy: Tensor | None, function: str, y: Tensor | None = None)
     if function == "silu":
         values = gate.sigmoid() if gate.dtype == h.dtype else gate.sigmoid_()
     elif dy is None:
-        values = value(gate, function)
+        values = FUNCTIONS[function].in_float32(gate)
     else:
-        values, slopes = value_and_slope(gate, function)
+        values, slopes = FUNCTIONS[function].with_slope(gate)
     out = values
     dy_fields = 0, 0, 0
     if dy is not None:

@@ -46,7 +46,10 @@ def library(name: str) -> ctypes.CDLL | None:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
         key = _digest(b"".join([version, *map(str.encode, flags), source.read_bytes(), shared.read_bytes()]))
-        if not may_load_from(folder := cache_folder(make=True)):
+        if why := why_not_private(folder := cache_folder(make=True)):
+            warn_once(
+                f"{folder}: {why}", f"octavo loads no compiled code from {folder}, so a CPU computes slowly: {why}"
+            )
             return None
         return ctypes.CDLL(str(_from_cache(folder, key) or _compile([compiler, *flags, str(source)], folder, key)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
@@ -69,14 +72,6 @@ def describe() -> str:
     wanted = os.environ.get("CXX", "c++")
     why = "CXX is empty" if not wanted else f"no C++ compiler {wanted}" if shutil.which(wanted) is None else "see above"
     return f"PyTorch's operations, which are slower ({why}); compiled code would be kept in {cache_folder()}"
-
-
-@functools.cache
-def may_load_from(folder: Path) -> bool:
-    """Whether only this user may write to the folder; else a warning says why not, once."""
-    if why := why_not_private(folder):
-        _logger.warning("octavo loads no compiled code from %s, so a CPU computes slowly: %s", folder, why)
-    return not why
 
 
 def _from_cache(folder: Path, key: str) -> Path | None:

@@ -210,7 +210,7 @@ template <class X> void cast_panel(const Packed &s, const Matrix<X> &m, int64_t 
     pack(s.across + block * BLOCK * s.across_stride + lane / 2, s.across_stride, across, terms);
 }
 
-// Return the outer scale of numerics.py and reference/nvfp4.py's ``outer_scale``.
+// Return the outer scale of numerics.py and reference/nvfp4.py.
 float outer_scale(const Packed &s) {
     float scale = float_of(bits_of(float(s.limit) / *s.amax) & INFINITE);
     scale = scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;

@@ -23,9 +23,9 @@ def gated(h: Tensor, dy: Tensor | None, function: str) -> Tensor:
     """Return f(gate) . up of h = (gate | up), or, given the gradient dy of that, h's, float32 [R, C]."""
     gate, up = h.to(torch.float32).contiguous().chunk(2, dim=1)
     if dy is None:
-        return value(gate, function).mul_(up)
+        return FUNCTIONS[function].in_float32(gate).mul_(up)
     dy = dy.to(torch.float32)
-    activated, slopes = value_and_slope(gate, function)
+    activated, slopes = FUNCTIONS[function].with_slope(gate)
     return torch.cat((slopes.mul_(up * dy), activated.mul_(dy)), 1)
 
 
@@ -48,8 +48,8 @@ def produced(
     function, is_gated = activation_of(activation)
     if is_gated:
         return gated(h, dy, function)
-    h = h.to(torch.float32).contiguous()
-    return value(h, function) if dy is None else value_and_slope(h, function)[1].mul_(dy)
+    h, formulas = h.to(torch.float32).contiguous(), FUNCTIONS[function]
+    return formulas.in_float32(h) if dy is None else formulas.with_slope(h)[1].mul_(dy)
 
 
 class Formulas(NamedTuple):
@@ -57,7 +57,8 @@ class Formulas(NamedTuple):
 
     Attributes:
         in_float32: h -> f(h), without changing h.
-        with_slope: h -> (f(h), f'(h)) in float32, whose common terms are computed once; without changing h.
+        with_slope: h -> (f(h), f'(h)) in float32, whose common terms are computed once; without changing h;
+            relu's slope is 0 at 0.
         value: h -> f(h) in h's dtype, which autograd can differentiate and a compiler fuse.
         gradient: (dy, h) -> dy . f'(h), likewise.
     """
@@ -66,16 +67,6 @@ class Formulas(NamedTuple):
     with_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
-
-
-def value(h: Tensor, function: str) -> Tensor:
-    """Return f(h), float32."""
-    return FUNCTIONS[function].in_float32(h)
-
-
-def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
-    """Return (f(h), f'(h)), float32; relu's slope is 0 at 0."""
-    return FUNCTIONS[function].with_slope(h)
 
 
 def _relu(h: Tensor) -> Tensor:

@@ -110,8 +110,8 @@ def cast(
         codes, transposed, scale_inv, amax, *_ = results
         recast = None
         if output.recast is not None:  # nobody reads its scale_inv
-            unread, none = scale_inv.new_empty((1, 1), dtype=torch.float32), no_codes(codes, output.recast.dtype)
-            recast = _target_in_one_layout(output.recast, results[-1], none, unread, output.recast_transposed)
+            unread = scale_inv.new_empty((1, 1), dtype=torch.float32)
+            recast = _target_in_one_layout(output.recast, results[-1], unread, output.recast_transposed)
         write(source, [CastTarget(first, codes, transposed, scale_inv, amax)], sums_or_statistics, recast)
         if output.keep and not is_norm:
             kept_scale = results[5]
@@ -119,23 +119,20 @@ def cast(
     else:
         codes, second_codes, scale_inv, second_scale_inv, *_ = results
         second_scales = second_scale_inv.t() if output.transpose else second_scale_inv
-        none = no_codes(codes, second.dtype)
-        targets = [
-            _target_in_one_layout(first, codes, none, scale_inv),
-            _target_in_one_layout(second, second_codes, none, second_scales, output.transpose),
-        ]
-        write(source, targets, sums_or_statistics, None)
+        first_target = _target_in_one_layout(first, codes, scale_inv)
+        second_target = _target_in_one_layout(second, second_codes, second_scales, output.transpose)
+        write(source, [first_target, second_target], sums_or_statistics, None)
     return results
 
 
 def _target_in_one_layout(
-    scaling: Scaling, codes: Tensor, none: Tensor, scale_inv: Tensor, is_transposed: bool = False
+    scaling: Scaling, codes: Tensor, scale_inv: Tensor, is_transposed: bool = False
 ) -> CastTarget:
     """Return a target that has these codes, as the matrix lies or transposed, alone, and whose amax nobody reads."""
+    none = no_codes(codes, scaling.dtype)
     layouts = (none, codes) if is_transposed else (codes, none)
-    if scaling.dtype is E2M1.dtype:  # whose amax is one number
-        return CastTarget(scaling, *layouts, scale_inv, scale_inv.new_empty((1, 1), dtype=torch.float32))
-    return CastTarget(scaling, *layouts, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32))
+    amax_shape = (1, 1) if scaling.dtype is E2M1.dtype else scale_inv.shape  # of E2M1 it is one number
+    return CastTarget(scaling, *layouts, scale_inv, scale_inv.new_empty(amax_shape, dtype=torch.float32))
 
 
 def _with_swizzled_scales(

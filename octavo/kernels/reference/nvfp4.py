@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from octavo.formats import E2M1
 from octavo.granularity import NV, Tile, scale_shape
-from octavo.kernels.arguments import CastTarget, Scaling
+from octavo.kernels.arguments import CastTarget
 from octavo.kernels.layouts import as_tiles, multiply_tiles_, pack_pairs, unpack_pairs
 from octavo.kernels.step_numbers import mixed_
 from octavo.numerics import nvfp4_scale, nvfp4_scale_inv
@@ -31,12 +31,12 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def write_packed(values: Tensor, target: CastTarget) -> None:
     """Write codes and scale_inv of a matrix [R, C], whose amax is written, by one scaling to E2M1; see ``cast.py``."""
     scaling, codes, transposed, scale_inv, amax = target
-    tile, outer = scaling.tile, outer_scale(scaling, amax)
+    tile, outer = scaling.tile, scaling.scale_of(amax)
     place, laid = scaling.place, values.to(torch.float32)
     if by_columns := tile[1] == 1:
         laid, place, scale_inv, tile = laid.t(), place[::-1], scale_inv.t(), tile[::-1]
     if scaling.rotation is not None:
-        laid = rotated(laid, scaling.rotation)
+        laid, outer = rotated(laid, scaling.rotation), outer * 0.25
     block_scale_inv = _scale_inv(laid, tile, outer)
     scale_inv.copy_(block_scale_inv)
     bits = None if scaling.seed is None else random_bits(laid, scaling.seed, place)
@@ -45,12 +45,6 @@ def write_packed(values: Tensor, target: CastTarget) -> None:
     for out, raw in ((first, four_bits), (second, four_bits.t())):
         if out.numel():
             out.view(torch.uint8).copy_(pack_pairs(F.pad(raw, (0, 2 * out.shape[1] - raw.shape[1]))))
-
-
-def outer_scale(scaling: Scaling, amax: Tensor) -> Tensor:
-    """Return the outer scale [1, 1], a power of two, by which a matrix with this amax is cast."""
-    scale = scaling.scale_of(amax)
-    return scale if scaling.rotation is None else scale * 0.25
 
 
 def _scale_inv(laid: Tensor, tile: Tile, outer: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, Format
 from octavo.granularity import BLOCK
-from octavo.kernels.layouts import blocks_in_row
+from octavo.kernels.layouts import as_tiles, blocks_in_row
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from octavo.kernels.step_numbers import root_of, upper_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
@@ -376,7 +376,7 @@ class Fp8Weight(Scaled):
     def end(self) -> None:
         """Store the scales of the written codes, and their amaxes."""
         if self.has_blocks and self.scale is not None and self.amax_written is not None:
-            self.scale, self.amax_written = self.scale[::BLOCK], largest_in_squares(self.amax_written)
+            self.scale, self.amax_written = self.scale[::BLOCK], as_tiles(self.amax_written, (BLOCK, 1)).amax((1, 3))
         super().end()
 
     def read(self, piece: Piece) -> Tensor:
@@ -444,21 +444,11 @@ class Fp8Weight(Scaled):
         """Return the piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""
         if not self.has_blocks:
             return self.scale_inv.view(1, 1, 1)
-        top, left = piece.rows.start // BLOCK, piece.cols.start // BLOCK
-        squares = self.scale_inv[top : blocks_in_row(piece.rows.stop), left : blocks_in_row(piece.cols.stop)]
-        rows = squares.repeat_interleave(BLOCK, 0)[piece.rows.start - top * BLOCK :]
-        return rows[: piece.rows.stop - piece.rows.start, :, None]
+        rows = torch.arange(piece.rows.start, piece.rows.stop, device=self.scale_inv.device)
+        return self.scale_inv[rows // BLOCK, piece.cols.start // BLOCK : blocks_in_row(piece.cols.stop), None]
 
 
 Master = MasterWeight | Fp8Weight
-
-
-def largest_in_squares(amax: Tensor) -> Tensor:
-    """Return the amax of each square block [ceil(R / 128), n], from the amaxes of each row's blocks [R, n]."""
-    rows, cols = amax.shape
-    whole = amax.new_zeros(blocks_in_row(rows) * BLOCK, cols)
-    whole[:rows] = amax
-    return whole.view(-1, BLOCK, cols).amax(1)
 
 
 def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:

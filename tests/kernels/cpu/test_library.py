@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.kernels import capability, cpu
-from octavo.kernels.cpu.library import describe, library, may_load_from
+from octavo.kernels.cpu.library import describe, library
 from tests.kernels.conftest import Ops
 from tests.kernels.cpu.test_optimizer_step import differences_of
 from tests.kernels.test_cast import check_casts
@@ -102,7 +102,6 @@ def test_a_library_is_kept_for_this_user_alone(
     for mode, user, reason in ((0o770, 0, "others may write to it .mode 770."), (0o700, 1, "it belongs to user")):
         quick_compiler.chmod(mode)
         library.cache_clear()
-        may_load_from.cache_clear()
         monkeypatch.setattr(os, "geteuid", lambda: quick_compiler.stat().st_uid + user)  # noqa: B023
         assert library("cast") is library("optimizer_step") is None
         (record,) = caplog.records  # of both libraries

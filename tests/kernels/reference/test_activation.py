@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.reference.activation import produced, value, value_and_slope
+from octavo.kernels.reference.activation import FUNCTIONS, produced
 from tests.support.definitions import FLOAT32_MAX, same_bits
 from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
 
@@ -91,19 +91,19 @@ def test_tails_keep_their_digits(function: str) -> None:
     u = u_of(h.double())
     h, u = h[u > -80], u[u > -80]
     truth = h.double() * F.sigmoid(u)
-    assert bool((off(value(h, function), truth) <= HALF_ULP * (2 + 3 * u.abs()) * truth.abs()).all())
+    assert bool((off(FUNCTIONS[function].in_float32(h), truth) <= HALF_ULP * (2 + 3 * u.abs()) * truth.abs()).all())
     s = F.sigmoid(u)
     inner = (1 - s) * steepness(h.double())
     allowed = HALF_ULP * s * (2 + 3 * u.abs()) * (1 + inner.abs())
-    assert bool((off(value_and_slope(h, function)[1], s * (1 + inner)) <= allowed).all())
+    assert bool((off(FUNCTIONS[function].with_slope(h)[1], s * (1 + inner)) <= allowed).all())
 
 
 def test_relu_is_exact() -> None:
     h = torch.cat((grid().view(-1), torch.tensor([FLOAT32_MAX, -FLOAT32_MAX])))
-    assert same_bits(value(h, "relu"), torch.where(h > 0, h, 0.0))
-    assert same_bits(value(h, "squared_relu"), torch.where(h > 0, h.double() ** 2, 0.0).float())
-    assert same_bits(value_and_slope(h, "relu")[1], (h > 0).float())
-    assert same_bits(value_and_slope(h, "squared_relu")[1], torch.where(h > 0, 2 * h.double(), 0.0).float())
+    assert same_bits(FUNCTIONS["relu"].in_float32(h), torch.where(h > 0, h, 0.0))
+    assert same_bits(FUNCTIONS["squared_relu"].in_float32(h), torch.where(h > 0, h.double() ** 2, 0.0).float())
+    assert same_bits(FUNCTIONS["relu"].with_slope(h)[1], (h > 0).float())
+    assert same_bits(FUNCTIONS["squared_relu"].with_slope(h)[1], torch.where(h > 0, 2 * h.double(), 0.0).float())
 
 
 @each_activation
@@ -143,8 +143,10 @@ def test_zeros_and_infinities(function: str) -> None:
     zeros = torch.tensor([0.0, -0.0])
     # relu never returns -0; in infinities a fault stays one, as in torch: f(-inf) and slopes are inf times 0
     truth = exact(zeros.double(), function).float() + 0.0 if "relu" in function else exact(zeros.double(), function)
-    assert same_bits(value(zeros, function), truth.float())
+    assert same_bits(FUNCTIONS[function].in_float32(zeros), truth.float())
     for h in (zeros, torch.tensor([math.inf, -math.inf])):
-        torch.testing.assert_close(value(h, function).double(), exact(h.double(), function), equal_nan=True)
+        torch.testing.assert_close(
+            FUNCTIONS[function].in_float32(h).double(), exact(h.double(), function), equal_nan=True
+        )
         expected = exact_gradient(torch.ones(2), h, function)
-        torch.testing.assert_close(value_and_slope(h, function)[1].double(), expected, equal_nan=True)
+        torch.testing.assert_close(FUNCTIONS[function].with_slope(h)[1].double(), expected, equal_nan=True)
