@@ -83,27 +83,32 @@ def produce(x, extra, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, sc
     """
     if function.name == "":
         first = load_tile(x, rows, cols, EVEN)
+        second = first
     elif function.name == "norm":
         ZERO_CENTERED: tl.constexpr = function.zero_centered
         first = load_tile(x, rows, cols, EVEN)
         first = normalise(first, x, extra, rows, cols, ZERO_CENTERED, EVEN)
+        second = first
     elif function.name == "rotary":
         first = turned_back(x, extra, rows, cols, function)
+        second = first
     else:
         NAME: tl.constexpr = function.name  # Triton 3.6 takes no tuple's field as an argument
         gate = load_input(extra, x, rows, cols, False, function, EVEN, scale_rows)
         if function.gradient:
             first = load_tile(x, rows, cols, EVEN)
+            second = first
             if function.gated:
-                second = first * value(gate, NAME)
+                second *= value(gate, NAME)
                 first *= load_input(extra, x, rows, cols, True, function, EVEN, scale_rows)
             first *= slope(gate, NAME)
+            if not function.gated:
+                second = first
         else:
             first = value(gate, NAME)
             if function.gated:
                 first *= load_input(extra, x, rows, cols, True, function, EVEN, scale_rows)
-    if not (function.gradient and function.gated):
-        second = first
+            second = first
     return first, second
 
 
