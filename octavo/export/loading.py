@@ -29,6 +29,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import file_inside, read_json
 from octavo.weights.files import SCALE_INV, granularity_of_file
 from octavo.weights.fsdp2 import on_this_rank, own_slices
+from octavo.weights.storable import granularity_of_scales
 from octavo.weights.stored import StoredWeight, take_values
 
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
@@ -390,12 +391,12 @@ def _read_values(source: _CheckpointTensor, part: Slices, device: torch.device, 
     values = source.read(part, device)
     if scale_inv is None:
         return values
-    granularity = granularity_of_file(torch.Size(source.shape), scale_inv, source.key)
-    scale_inv = scale_inv.to(device)
+    scale_inv, granularity = scale_inv.to(device), granularity_of_scales(source.shape, scale_inv.shape)
+    assert granularity is not None  # _scales_of has checked that
     tile = (1, *granularity.tile)[-len(part) :]  # of experts' matrices each has its own scales
-    for dim, (extent, size) in enumerate(zip(part, tile, strict=True)):
+    for dim, (own, size) in enumerate(zip(part, tile, strict=True)):
         if scale_inv.shape[dim] > 1:  # else all share it
-            blocks = torch.arange(extent.start, extent.stop, device=device) // size
+            blocks = torch.arange(own.start, own.stop, device=device) // size
             scale_inv = scale_inv.index_select(dim, blocks)
     return values.float() * scale_inv
 
