@@ -36,7 +36,7 @@ SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values())
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
 FileReader = Callable[[Path], CheckedFile]
 Slices = tuple[slice, ...]  # of a tensor, one for each dimension
-OwnPart = tuple[Tensor, Tensor | None]  # of a stored weight: (codes, scale_inv), or (values to be rounded, None)
+OwnPart = tuple[StoredWeight, bool]  # (this rank's part of a stored weight, whether ranks rounded it anew)
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -368,14 +368,9 @@ def _load(model: nn.Module, key: str, source: _CheckpointTensor, device: Any) ->
     local = on_this_rank(target)
     device = torch.device(device) if local.is_meta else local.device
     was_rounded = False
+    value: Tensor
     if isinstance(local, StoredWeight):
-        value, scale_inv = (_read_experts_weight if source.matrices else _read_weight)(target, local, source, device)
-        was_rounded = scale_inv is None
-        if scale_inv is None:
-            value = StoredWeight.cast(value, local.granularity, target.requires_grad, target)
-        else:
-            scale_inv = scale_inv.to(value.device, local.scale_inv.dtype)
-            value = StoredWeight(value, scale_inv, target.dtype, local.granularity, local is not target)
+        value, was_rounded = (_read_experts_weight if source.matrices else _read_weight)(target, local, source, device)
     else:
         value = source.read(own_slices(source.shape, target), device)
         value = value.to(target.dtype) if target.is_floating_point() else value
@@ -402,14 +397,24 @@ def _read_values(source: _CheckpointTensor, part: Slices, device: torch.device, 
 
 
 def _read_weight(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
-    """Return this rank's part of the target, a stored weight like ``local``: codes as they are where possible."""
+    """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
+
+    Codes stay as they are where possible.
+    """
     part = own_slices(target.shape, target)
     scale_inv = _scales_of(source)
     if scale_inv is not None and scale_inv.shape == local.scales_shape(target.shape) and local.may_have(scale_inv):
         scale_inv = scale_inv if local.has_one_scale else scale_inv[own_slices(scale_inv.shape, target)]
-        return source.read(part, device), scale_inv
+        return _with_codes(local, source.read(part, device), scale_inv, target), False
     values = _read_values(source, part, device, scale_inv)
-    return values.to(target.dtype) if scale_inv is None else values, None
+    values = values.to(target.dtype) if scale_inv is None else values
+    return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
+
+
+def _with_codes(local: StoredWeight, codes: Tensor, scale_inv: Tensor, target: Tensor) -> StoredWeight:
+    """Return codes and their scales as this rank's part of the target, which is now ``local``."""
+    scale_inv = scale_inv.to(codes.device, local.scale_inv.dtype)
+    return StoredWeight(codes, scale_inv, target.dtype, local.granularity, local is not target)
 
 
 def _read_experts_weight(
@@ -428,7 +433,9 @@ def _read_experts_weight(
             whole = own_slices(matrix.shape, codes_or_values)  # all of it, as that is no DTensor
             matrix_scales = None if all_fit else scales
             codes_or_values[expert - experts.start, rows] = _read_values(matrix, whole, device, matrix_scales)
-    return codes_or_values, scale_inv[experts] if all_fit else None
+    if all_fit:
+        return _with_codes(local, codes_or_values, scale_inv[experts], target), False
+    return StoredWeight.cast(codes_or_values, local.granularity, target.requires_grad, target), True
 
 
 def _write_scales_if_they_fit(scale_inv: Tensor, height: int, matrix: _ExpertMatrix, scales: Tensor | None) -> bool:
