@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from octavo.errors import require
 from octavo.export.checksums import CheckedFile
 from octavo.export.layouts import LAYOUTS, MX, SQUARE, places_in
+from octavo.granularity import Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import file_inside, read_json
+from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.files import SCALE_INV, granularity_of_file
 from octavo.weights.fsdp2 import on_this_rank, own_slices
-from octavo.weights.storable import granularity_of_scales
 from octavo.weights.stored import StoredWeight, take_values
 
 SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values()))  # of the names of all files' scales
@@ -37,6 +38,13 @@ OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale
 FileReader = Callable[[Path], CheckedFile]
 Slices = tuple[slice, ...]  # of a tensor, one for each dimension
 OwnPart = tuple[StoredWeight, bool]  # (this rank's part of a stored weight, whether ranks rounded it anew)
+
+
+class FileScales(NamedTuple):
+    """The scale_inv of codes, and which codes share one."""
+
+    scale_inv: Tensor
+    granularity: Granularity
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -381,19 +389,35 @@ def _load(model: nn.Module, key: str, source: _CheckpointTensor, device: Any) ->
     return was_rounded
 
 
-def _read_values(source: _CheckpointTensor, part: Slices, device: torch.device, scale_inv: Tensor | None) -> Tensor:
-    """Return the values of a part: of codes by these scales in float32, others as they are."""
-    values = source.read(part, device)
-    if scale_inv is None:
-        return values
-    scale_inv, granularity = scale_inv.to(device), granularity_of_scales(source.shape, scale_inv.shape)
-    assert granularity is not None  # _scales_of has checked that
+class _DimSlices(NamedTuple):
+    """The slices of one dimension that give the values of a part of it: whole blocks are read, then cut."""
+
+    codes: slice  # whole blocks, which hold the part
+    scales: slice  # the scales of these blocks
+    wanted: slice  # where the part is in what was read
+
+    @classmethod
+    def of(cls, part: slice, size: int, scales: int, block: int) -> _DimSlices:
+        """Return the slices for a part of a dimension that has so many codes and scales, and blocks of this length."""
+        if scales == 1:
+            return cls(codes=part, scales=slice(None), wanted=slice(None))
+        block = 1 if scales == size else block
+        first, end = part.start // block, -(-part.stop // block)
+        codes = slice(first * block, min(end * block, size))
+        return cls(codes, slice(first, end), slice(part.start - codes.start, part.stop - codes.start))
+
+
+def _read_values(source: _CheckpointTensor, part: Slices, device: torch.device, scales: FileScales | None) -> Tensor:
+    """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
+    if scales is None:
+        return source.read(part, device)
+    scale_inv, granularity = scales
     tile = (1, *granularity.tile)[-len(part) :]  # of experts' matrices each has its own scales
-    for dim, (own, size) in enumerate(zip(part, tile, strict=True)):
-        if scale_inv.shape[dim] > 1:  # else all share it
-            blocks = torch.arange(own.start, own.stop, device=device) // size
-            scale_inv = scale_inv.index_select(dim, blocks)
-    return values.float() * scale_inv
+    dims = [_DimSlices.of(*each) for each in zip(part, source.shape, scale_inv.shape, tile, strict=True)]
+    codes = source.read(tuple(dim.codes for dim in dims), device)
+    scales_of_codes = scale_inv[tuple(dim.scales for dim in dims)].to(device).contiguous()
+    values = ScaledTensor(codes, scales_of_codes, granularity.of_matrices(codes.shape), torch.float32).dequantize()
+    return values[tuple(dim.wanted for dim in dims)]
 
 
 def _read_weight(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
@@ -402,12 +426,13 @@ def _read_weight(target: Tensor, local: StoredWeight, source: _CheckpointTensor,
     Codes stay as they are where possible.
     """
     part = own_slices(target.shape, target)
-    scale_inv = _scales_of(source)
+    scales = _scales_of(source)
+    scale_inv = None if scales is None else scales.scale_inv
     if scale_inv is not None and scale_inv.shape == local.scales_shape(target.shape) and local.may_have(scale_inv):
         scale_inv = scale_inv if local.has_one_scale else scale_inv[own_slices(scale_inv.shape, target)]
         return _with_codes(local, source.read(part, device), scale_inv, target), False
-    values = _read_values(source, part, device, scale_inv)
-    values = values.to(target.dtype) if scale_inv is None else values
+    values = _read_values(source, part, device, scales)
+    values = values.to(target.dtype) if scales is None else values
     return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
@@ -438,7 +463,7 @@ def _read_experts_weight(
     return StoredWeight.cast(codes_or_values, local.granularity, target.requires_grad, target), True
 
 
-def _write_scales_if_they_fit(scale_inv: Tensor, height: int, matrix: _ExpertMatrix, scales: Tensor | None) -> bool:
+def _write_scales_if_they_fit(scale_inv: Tensor, height: int, matrix: _ExpertMatrix, scales: FileScales | None) -> bool:
     """Write a matrix's scales into its expert's if they fit; return whether they did.
 
     ``scale_inv``: of all experts, by blocks of this height; 0 where none were written. A scale of several matrices must
@@ -446,15 +471,15 @@ def _write_scales_if_they_fit(scale_inv: Tensor, height: int, matrix: _ExpertMat
     """
     its_scales = scale_inv[matrix.expert, matrix.rows.start // height : -(-matrix.rows.stop // height)]
     has_shared_block = scale_inv.shape[1] > 1 and matrix.rows.start % height
-    if scales is None or scales.shape != its_scales.shape or has_shared_block:
+    if scales is None or scales.scale_inv.shape != its_scales.shape or has_shared_block:
         return False
-    if agrees := bool(((its_scales == 0) | (its_scales == scales)).all()):
-        its_scales.copy_(scales)
+    if agrees := bool(((its_scales == 0) | (its_scales == scales.scale_inv)).all()):
+        its_scales.copy_(scales.scale_inv)
     return agrees
 
 
-def _scales_of(source: _CheckpointTensor) -> Tensor | None:
-    """Return the scale_inv of codes [N, K] or [E, N, K], which fits them; None for a tensor in high precision."""
+def _scales_of(source: _CheckpointTensor) -> FileScales | None:
+    """Return the scales of codes [N, K] or [E, N, K]; None for a tensor in high precision."""
     if source.scales is None:
         return None
     file, name = source.scales
@@ -468,5 +493,4 @@ def _scales_of(source: _CheckpointTensor) -> Tensor | None:
         scale_inv = scale_inv.reshape([1] * len(source.shape))
     elif scale_inv.ndim == 1:
         scale_inv = scale_inv.unsqueeze(1)
-    granularity_of_file(torch.Size(source.shape), scale_inv, name)
-    return scale_inv
+    return FileScales(scale_inv, granularity_of_file(torch.Size(source.shape), scale_inv, name))
