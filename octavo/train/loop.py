@@ -192,7 +192,8 @@ class _Shared:
             if self.device.type == "cuda" and config.ranks.shard != ALONE:
                 torch.cuda.set_device(self.device)
             require_memory(config, self.device, ranks.size)
-        self.config = ranks.from_rank_0(lambda: settle_dtype(config, self.device, recipes))
+        dtype = ranks.from_rank_0(lambda: settle_dtype(config, self.device, recipes).run.dtype)
+        self.config = replace(config, run=replace(config.run, dtype=dtype))
         with ranks.together():
             self.corpus = corpus = corpus or load_corpus(config.data.data)
             corpus.require(config.model)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from octavo.cost.rates import PlanError
-from octavo.cost.work import ATTENTION_FLOP, Blocks, Work, head_of
+from octavo.cost.work import ATTENTION_FLOP, Blocks, Work
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
 # how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
@@ -92,8 +92,8 @@ class Shapes:
 def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, int] | None) -> Shapes:
     """Return a model's Shapes; layers that read one input are one matrix, and all layers in blocks are converted.
 
-    ``work`` is that of a step of one sequence of ``context`` tokens, of the model; ``saved``: the
-    bytes by kind that its forward saves in eager, where each operation is a launch; None: it is compiled.
+    ``work`` is that of a step of one sequence of ``context`` tokens; ``saved``: the bytes by kind that its forward saves
+    in eager, where each operation is a launch; None: it is compiled.
     """
     if work.blocks is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
@@ -101,8 +101,9 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     block = _matrices(model, work, work.blocks, context)
     parameters_of_blocks = sum(p.numel() for p in model.get_submodule(name).parameters())
     vectors = parameters_of_blocks / count - sum(weight.elements for weight in block)
-    if (head := head_of(work)) is None:
+    if not (outside := [linear for linear in work.linears if not linear.name.startswith(f"{name}.")]):
         raise PlanError("--gpus: the model has no linear layer after its blocks, whose output would be logits")
+    head = max(outside, key=lambda linear: linear.sizes.weight)
     other_parameters = sum(p.numel() for p in model.parameters()) - parameters_of_blocks - head.sizes.weight
     embedding = Weight(max(0, other_parameters // head.in_features), head.in_features)
     saved_bytes = sum(size for kind, size in (saved or {}).items() if kind not in ("logits and loss", "weights"))
