@@ -167,10 +167,11 @@ class CompactOptimizer(Optimizer):
                 super().add_param_group(group)
                 for param in group["params"]:
                     self.check_weight(param, group, self.settings)
+            self._attach()
         except BaseException:
             del self.param_groups[count:]
+            self._attach()
             raise
-        self._attach()
         self._forget_clip_update()
         self._describe()
         for group in self.param_groups[count:]:
@@ -211,6 +212,8 @@ class CompactOptimizer(Optimizer):
         """Take over the settings to which optim/conversion.py has converted weights and state."""
         self.moments, self.master = settings.moments, settings.master
         self._forget_clip_update()
+        self._describe()
+        self.forget_prepared()
         self.end_step()  # the maximum over ranks of amaxes is taken anew
 
     def measure(self, weights: Iterable[nn.Parameter] | None) -> None:
@@ -535,6 +538,7 @@ class CompactOptimizer(Optimizer):
         self.forget_prepared()
         self._step_has_begun, self._was_loaded = False, True
         self.seed = self.seed if description is None else description["seed"]
+        self._describe()
         self._attach()
         for shard in fp8_shards(new_states):
             shard.low_bits = None

@@ -99,7 +99,7 @@ class Conversion(NamedTuple):
         params = dict.fromkeys(optimizer.all_params())
         if self.storage or self.settings != optimizer.settings:
             self.check(optimizer)
-            optimizer.forget_prepared()  # it holds the states, which are replaced one after the other
+            optimizer.forget_prepared()
             for param in params:
                 _convert_param(optimizer, param, self.settings, self.storage)
                 if param in self.storage:

@@ -118,6 +118,7 @@ def ranks_share_amax(param: Tensor) -> bool:
     return shard is not None and shard.has_one_scale and any(group.size() > 1 for group in groups_of(param))
 
 
+@torch.no_grad()
 def share_amaxes(params: Iterable[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Write the maxima over ranks of masters' amaxes to the states of these weights, sharded in FP8 with one scale.
 
