@@ -92,8 +92,8 @@ class Shapes:
 def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, int] | None) -> Shapes:
     """Return a model's Shapes; layers that read one input are one matrix, and all layers in blocks are converted.
 
-    ``work`` is that of a step of one sequence of ``context`` tokens; ``saved``: the bytes by kind that its forward saves
-    in eager, where each operation is a launch; None: it is compiled.
+    ``work`` is that of a step of one sequence of ``context`` tokens; ``saved``: the bytes by kind that its forward
+    saves in eager, where each operation is a launch; None: it is compiled.
     """
     if work.blocks is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")

@@ -215,8 +215,12 @@ class CallRecorder(TorchDispatchMode):
             return None
         try:
             return _ReplayText(arguments, named).function(_needed(self.steps, results), results)
-        except KeyError:  # a step reads a tensor that is neither an argument nor a result of an earlier step
+        except _UnknownTensor:
             return None
+
+
+class _UnknownTensor(Exception):
+    """A step reads a tensor that is neither an argument nor a result of an earlier step."""
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
@@ -306,9 +310,11 @@ class _ReplayText:
         return name
 
     def expression(self, value: Any, identify: Callable[[Tensor], Any] = _identity) -> str:
-        """Return an expression for a value; ``identify``: what must be right of a tensor. KeyError: none is known."""
+        """Return an expression for a value; ``identify``: what must be right of a tensor."""
         if isinstance(value, Tensor):
-            return self.names[identify(value)]
+            if (name := self.names.get(identify(value))) is None:
+                raise _UnknownTensor
+            return name
         if any(True for _ in _tensors(value)):
             parts = "".join(f"{self.expression(part, identify)}, " for part in value)
             if isinstance(value, list):

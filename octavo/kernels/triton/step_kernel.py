@@ -406,7 +406,7 @@ def optimizer_step_kernel(
     skip_ptr,  # None, or: return at once where it is not 0
     grad_scale_ptr,  # None, or what gradients are divided by
     resolution_ptr,  # None, or float64 [2], see reference/optimizer_step.py
-    work_ptr,  # int32, zeros: a counter; of each tensor, found amax and new scale of each that has one
+    work_ptr,  # int32, zeros: a counter; COUNT amaxes of first moments, COUNT scales of them; seconds'; masters'
     programs,
     tiles,  # a program
     COUNT: tl.constexpr,  # of the tensors
