@@ -208,6 +208,14 @@ def _accesses(name: str, code: Sequence[Instruction]) -> tuple[list[Instruction]
     return loads, stores
 
 
+def _narrowest(accesses: Sequence[Instruction]) -> int:
+    """Return the bits of the narrowest accesses that move a tenth of the bytes; a few may have the line of others."""
+    moved = Counter[int]()
+    for bits in map(_bits, accesses):
+        moved[bits] += bits
+    return min((bits for bits, of_all in moved.items() if 10 * of_all >= moved.total()), default=0)
+
+
 def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object], list[str]]:
     """Return the properties of a kernel's machine code, and a line for each check that it fails.
 
@@ -216,7 +224,8 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
         bits: how wide its accesses of tiles should be at least.
     """
     code, used = instructions(kernel), resources(kernel)
-    loads, stores = ({*map(_bits, accesses)} for accesses in _accesses(kernel.name, code))
+    accesses = _accesses(kernel.name, code)
+    loads, stores = ({*map(_bits, each)} for each in accesses)
     conversions = sorted({match[0] for i in code if (match := re.search(r"^F2FP.*E[45]M[23]", i.name))})
     tensor_core = sorted({i.name for i in code if "MMA" in i.name and not i.name.startswith("HFMA2")})
     spills = sum(i.name.startswith(("STL", "LDL")) for i in code)
@@ -239,7 +248,7 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     wanted = _TENSOR_CORES[arch]
     if kernel.name in _PRODUCTS and not any(name.startswith(wanted) for name in tensor_core):
         misses.append(f"no {wanted}")
-    if kernel.name not in _WITHOUT_TILES and min(loads, default=0) < bits:
+    if kernel.name not in _WITHOUT_TILES and _narrowest(accesses[0]) < bits:
         misses.append(f"loads of {sorted(loads) or 'no'} bits")
     updates = kernel.name == "optimizer_step_kernel" and bool(stores)  # some launches only look
     only_reads = kernel.name in ("cast_statistics_kernel", "note_faults_kernel")
