@@ -147,7 +147,7 @@ class NamedParameters:
 
 
 class _Times:
-    """Seconds of a step under a converted model's recipes, by kind, as in ``Estimate``; layers are added one by one."""
+    """Seconds of a step under a converted model's recipes, by kind, as in ``Estimate``; first without layers."""
 
     def __init__(self, work: Work, rates: Rates, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> None:
         """Begin with all but linear layers; ``kernels``: the traffic of fused parts, by part."""

@@ -193,7 +193,7 @@ class Training:
         if not self.record.modules:
             return np.zeros((len(self.steps), 0))
         changes = self.record.of_modules
-        leaps = np.fmin(*(values / earlier(values, np.nanmax) for values in changes.values()))
+        leaps = np.fmin.reduce([values / earlier(values, np.nanmax) for values in changes.values()])
         is_part = np.array([[is_inside(name, module) for name in self.names] for module in self.record.modules])
         leaps /= np.where(is_part, self.weights_changed[:, None], 1.0).max(axis=2)
         leaps[:FEW] = 0  # too few earlier recorded steps to compare with

@@ -20,8 +20,11 @@ _KINDS = {**KINDS, torch.uint8: len(KINDS)}
 _MASTERS = list(MASTER_KINDS)
 
 
-# optimizer_step.cpp's structures, field by field: Master, Moment and Update, where 0P is the padding at an end
-_MASTER, _MOMENT = "5P3i0P", "3P5i6i2f0P"
+# optimizer_step.cpp's structures, field by field; 0P is the padding at an end
+_MASTER = "5P3i0P"  # weight, rest, scale_inv, scale, block_amax; kind, has_blocks, is_random
+_MOMENT = "3P5i6i2f0P"  # data, scale_inv, scale; kind, one_scale, root, stochastic, hybrid; the format's
+# master; moments; gradient, gradient_scale_inv; rows, cols, first_row, first_col, row_length; moment_key, master_key;
+# gradient_kind, gradient_by_rows
 _UPDATE = struct.Struct(f"{_MASTER}{_MOMENT}{_MOMENT}2P5q2I2i")
 
 
