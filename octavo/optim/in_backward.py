@@ -101,6 +101,7 @@ class GradientNorms:
     def __init__(self) -> None:
         self._numbers: dict[nn.Parameter, int] = {}
         self._now = self._last = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._cells: tuple[Tensor, ...] = ()  # of self._now
 
     def add(self, params: list[nn.Parameter]) -> None:
         """Record the norms of these parameters' gradients, which have come."""
@@ -109,7 +110,8 @@ class GradientNorms:
             self._numbers |= {param: len(self._numbers) + number for number, param in enumerate(new)}
             self._now = torch.cat([self._now.to(squares), squares.new_full((len(new),), _TO_COME)])
             self._last = torch.cat([self._last.to(squares), squares.new_zeros(len(new))])
-        torch._foreach_copy_([self._now[self._numbers[param]] for param in params], list(squares.unbind()))
+            self._cells = self._now.unbind()
+        torch._foreach_copy_([self._cells[self._numbers[param]] for param in params], list(squares.unbind()))
 
     def state(self, params: list[nn.Parameter]) -> dict[str, Any]:
         """Return the last step's squares, and their parameters' places in ``params``: sums depend on the order."""
@@ -122,6 +124,7 @@ class GradientNorms:
         self._numbers = {params[place]: number for number, place in enumerate(state["order"])}
         self._last = state["squares"].to(device, copy=True)
         self._now = torch.full_like(self._last, _TO_COME)
+        self._cells = self._now.unbind()
 
     def last(self) -> Tensor:
         """Return the last step's global norm; 0 before there is one."""
