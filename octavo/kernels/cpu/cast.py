@@ -113,7 +113,7 @@ class _ByCpp(NamedTuple):
 def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _ByCpp:
     """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
     scaling = target.scaling
-    has_scale = scaling.delayed_scale is not None and bool(scaling.delayed_scale[scaling.role])
+    has_scale = scaling.delayed_scale is not None and scaling.delayed_scale.tolist()[scaling.role] != 0
     if not scaling.is_packed:
         height = scaling.tile[by_columns]
         target_bytes = described(target, shape, by_columns)
