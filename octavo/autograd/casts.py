@@ -240,12 +240,7 @@ def _cast(
     # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = x.ndim == 2 and len(activation) == 0 and not is_norm and not is_grouped
     if writes_transposed and not as_is and is_plain and (commit_arguments is None or not sums_columns):
-        if "place" in options:
-            options = {**options, "place": options["place"][::-1]}
-        # x.t() is read, as codes always lie like x
-        op_input, request = (x.t(), activation, options), request._replace(column_sum=False)
-        operands = _cast(op_input, cast, scale, request, (True, False), commit_arguments)
-        return operands._replace(as_is=None, transposed=operands.as_is)
+        return _cast_lying_transposed(op_input, cast, scale, request, commit_arguments)
     if is_grouped:
         options = {**options, "as_is": as_is or not writes_transposed}
     arguments = cast.arguments if as_is else cast.arguments_transposed
@@ -271,6 +266,22 @@ def _cast(
     if request.recast is not None:
         recast_codes = results[1] if options["recast_transposed"] else results[1].t()
     return Operands(pair, pair_t, amax, column_sum, None, recast_scale, recast_codes)
+
+
+def _cast_lying_transposed(
+    op_input: _OpInput,
+    cast: Cast,
+    scale: Tensor | None,
+    request: CastRequest,
+    commit_arguments: _CommitArguments | None,
+) -> Operands:
+    """Cast a matrix for the transposed layout alone, for ``_cast``: x.t() is cast as it lies, as codes lie like it."""
+    x, activation, options = op_input
+    if "place" in options:
+        options = {**options, "place": options["place"][::-1]}
+    request = request._replace(column_sum=False)
+    operands = _cast((x.t(), activation, options), cast, scale, request, (True, False), commit_arguments)
+    return operands._replace(as_is=None, transposed=operands.as_is)
 
 
 def recast_alone(source: CastSource, recast: Recast, may_pad: bool) -> Tensor:

@@ -93,7 +93,7 @@ class ChainNeeds(NamedTuple):
     second_weight: bool
     second_bias: bool
 
-    def are_needed(self) -> tuple[bool, bool]:
+    def of_first_layer(self) -> tuple[bool, bool]:
         """Return whether the gradients of the first layer's input and of its output are needed."""
         of_input = self.x or self.gamma or self.beta
         return of_input, of_input or self.weight or self.bias
@@ -146,7 +146,7 @@ def _cast_first_input(tensors: ChainTensors, chain: Chain, needs_dw: bool) -> tu
 
 def _forward(tensors: ChainTensors, chain: Chain, needs: ChainNeeds) -> tuple[Tensor, Tensor | None, _ToSave]:
     """Return (the output [T, N], the norm's output or None, the tensors to save for the gradients that are needed)."""
-    needs_dx, needs_dh = needs.are_needed()
+    needs_dx, needs_dh = needs.of_first_layer()
     first, *later_layers = chain.layers
     y, operands = _cast_first_input(tensors, chain, needs.weight)
     h = output(y, operands, tensors.weight, tensors.bias, first, chain.dtype)
@@ -238,7 +238,7 @@ class _ChainFunction(torch.autograd.Function):
         needs, plan = ChainNeeds(*gradients_needed_now(ctx)), ctx.plans[0]
         tensors = ctx.saved_tensors  # which a checkpoint lets be read once
         saved, tensors_behind = Saved(*tensors[_NORM_END:_LAYER_END]), tensors[_LAYER_END:]
-        needs_dx, needs_dh = needs.are_needed()
+        needs_dx, needs_dh = needs.of_first_layer()
         source: GradientSource | None
         source, *grads_of_norm = grads  # None: nothing was computed from that result
         if ctx.counts is not None:
@@ -272,7 +272,7 @@ def _gradients_of_two_layers(
     first_plan, plan = ctx.plans
     h, h_scale_inv, *tensors = saved_second
     second, recipe = Saved(*tensors), plan.layer.recipe
-    needs_dx, needs_dh = needs.are_needed()
+    needs_dx, needs_dh = needs.of_first_layer()
     needs_dw, needs_of_first = needs.second_weight, (needs_dx, needs.weight, needs.bias)
     scale_and_tile = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
