@@ -30,7 +30,6 @@ from octavo.autograd.casts import CastRequest, CodesAndScale, cast_role
 from octavo.autograd.products import (
     BackwardPlan,
     GradOutput,
-    InputCasts,
     Layer,
     NeededGradients,
     Saved,
@@ -46,6 +45,7 @@ from octavo.autograd.products import (
     to_save,
     weight_cast_again,
 )
+from octavo.autograd.shared_casts import InputCasts
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, PADDING
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded_size, plain_scales, tile_rows
@@ -279,7 +279,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         loss: LossOfRows,
         layer: Layer,
-        x_casts: InputCasts,
+        x_casts: InputCasts | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, x_casts, needs[1])
@@ -330,7 +330,12 @@ def _grad_weight(sum_gradients: _Gradients, saved: Saved, plan: BackwardPlan, fa
 
 
 def linear_cross_entropy_of_rows(
-    x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer, x_casts: InputCasts = None
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias: Tensor | None,
+    loss: LossOfRows,
+    layer: Layer,
+    x_casts: InputCasts | None = None,
 ) -> Tensor:
     """Return the loss, a float32 scalar, of logits x . weight^T + bias [T, N], of which one chunk exists at a time.
 

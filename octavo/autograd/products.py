@@ -28,7 +28,7 @@ from octavo.autograd.gather_input import GatheredInput
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.observer import Observer
 from octavo.autograd.rows import DENSE, Rows
-from octavo.autograd.shared_casts import CastReader, ReadTensor
+from octavo.autograd.shared_casts import CastReader, InputCasts
 from octavo.errors import HigherOrderGradientError
 from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
@@ -365,13 +365,13 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     return torch.mm(a, b) if offsets is None else grouped_mm(a, b, offsets)
 
 
-InputCasts = GatheredInput | ReadTensor | None  # casts of an input that was gathered in FP8, or that layers share
-
-
 def input_operands(
-    x_TK: Tensor, layer: Layer, x_casts: InputCasts, needs_dw: bool
+    x_TK: Tensor, layer: Layer, x_casts: GatheredInput | InputCasts | None, needs_dw: bool
 ) -> tuple[Tensor | None, Operands, int]:
-    """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number)."""
+    """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number).
+
+    ``x_casts``: those of an input that was gathered in FP8, or those that layers share; None: this layer shares none.
+    """
     if isinstance(x_casts, GatheredInput):
         return None, x_casts.operands, UNKNOWN_CAST
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.rows.offsets)
@@ -386,9 +386,7 @@ class _LinearFunction(torch.autograd.Function):
     """y = x . W^T + b with a recipe's products."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: InputCasts
-    ) -> Tensor:
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: Any) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, x_casts, needs_dw)
         for observer in () if isinstance(x_casts, GatheredInput) else layer.observers:
@@ -408,20 +406,21 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def linear(
-    x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: InputCasts = None
+    x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, x_casts: InputCasts | None = None
 ) -> Tensor:
     """Return y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
 
     Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32. ``x_casts``: the
-    input's casts that layers share, see shared_casts.py.
+    input's casts that layers share, see shared_casts.py; x itself has them if it was gathered.
     """
+    casts: GatheredInput | InputCasts | None = x_casts
     if isinstance(x, GatheredInput):
-        x_casts, x = x, x.carrier
+        casts, x = x, x.carrier
     x_TK = x if x.ndim == 2 else as_rows(x)
     if is_recorded(x, weight_NK, bias):
-        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, x_casts)
+        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, casts)
     else:
-        x_to_read, operands, _ = input_operands(x_TK, layer, x_casts, False)
+        x_to_read, operands, _ = input_operands(x_TK, layer, casts, False)
         y_TN = output(x_to_read, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

@@ -63,14 +63,14 @@ class _SharedCast(NamedTuple):
     number: int
 
 
-class ReadTensor:
-    """A tensor at one version, the layers that have read it in this forward, and the casts that they made of it."""
+class InputCasts:
+    """The casts that layers have made in this forward of one tensor at one version, and which layers have read it."""
 
     __slots__ = ("casts", "moment", "readers", "reference")
 
     def __init__(self, reference: weakref.ref[Tensor], moment: tuple[int, Any]) -> None:
         self.reference, self.moment = reference, moment  # the version, and on which stream it is read
-        self.readers: set[int] = set()
+        self.readers: set[int] = set()  # ids of layers
         self.casts: list[_SharedCast] = []
 
     def find(self, reader: CastReader, transposed: bool) -> tuple[Operands, int] | None:
@@ -91,8 +91,8 @@ class ReadTensor:
 _thread = threading.local()
 
 
-def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | None:
-    """Return the casts of x that this layer may share with others; None where it must cast for itself.
+def casts_to_share(x: Tensor, layer: object, is_view: bool = False) -> InputCasts | None:
+    """Note that a layer reads x; return the casts of x that it shares with others, None where it casts for itself.
 
     That is in compiled graphs and in inference mode, whose tensors have no versions; in torch.jit.trace; and in a CUDA
     graph's capture for tensors that may be older than the capture. ``is_view``: whether x may be a view, new for each
@@ -109,9 +109,9 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
             return None
         stream = current_raw_stream(x.get_device()), capturing
     key, moment, tensors = id(x), (x._version, stream), vars(_thread).setdefault("tensors", {})
-    x_casts: ReadTensor | None = tensors.pop(key, None)
+    x_casts: InputCasts | None = tensors.pop(key, None)
     if x_casts is None or x_casts.reference() is not x or x_casts.moment != moment or id(layer) in x_casts.readers:
-        x_casts = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), moment)
+        x_casts = InputCasts(weakref.ref(x, lambda _: tensors.pop(key, None)), moment)
         if len(tensors) >= MOST_HELD:
             tensors.pop(next(iter(tensors), key), None)
     x_casts.readers.add(id(layer))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
 from octavo.autograd.products import Layer, requires_grad
-from octavo.autograd.shared_casts import read_by
+from octavo.autograd.shared_casts import casts_to_share
 from octavo.granularity import ALL
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
@@ -95,7 +95,7 @@ class Linear(RecipeModule, nn.Linear):
             return linear_cross_entropy_of_rows(x, widened(weight), bias, loss, Layer(Operands(), self.recipe))
         refuse_for_fp8(x, parameter, bias)
         layer = self.layer_of(x, tensors, x.requires_grad)
-        return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, read_by(input, self))
+        return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, casts_to_share(input, self))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load from this layer's or separate layers' keys; the last argument is torch's list of errors."""

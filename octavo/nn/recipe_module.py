@@ -15,7 +15,7 @@ from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.observer import Observer
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.rows import DENSE, Parts, Rows
-from octavo.autograd.shared_casts import ReadTensor, read_by
+from octavo.autograd.shared_casts import InputCasts, casts_to_share
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
@@ -303,20 +303,20 @@ class RecipeModule(WeightOwner):
         x = input if input.dtype == dtype else input.to(dtype)
         if parallel:
             return parallel_product(self, x, weight, bias)
-        return self.local_product(x, tensors, read_by(input, self), DENSE if offsets is None else Rows(offsets))
+        return self.local_product(x, tensors, casts_to_share(input, self), DENSE if offsets is None else Rows(offsets))
 
     def state_of_input(self) -> State | None:
         """Return the delayed state that a cast of the next input reads."""
         return fresh_state(self, weight_of(self), self.training, self.parameters_device)
 
-    def local_product(self, input: Tensor, tensors: LayerTensors, read: ReadTensor | None, rows: Rows) -> Tensor:
+    def local_product(self, input: Tensor, tensors: LayerTensors, x_casts: InputCasts | None, rows: Rows) -> Tensor:
         """Return ``_product`` in FP8, of tensors of one dtype; of this rank's parts, if ranks share the parameter.
 
-        ``read``: the tensor that ``input`` is or is rounded from, if layers share its casts.
+        ``x_casts``: those of the tensor that ``input`` is or is rounded from, if layers share them.
         """
         weight_NK, bias, parameter = tensors
         refuse_for_fp8(input, parameter, bias)
-        return linear(input, weight_NK, bias, self.layer_of(input, tensors, input.requires_grad, rows), read)
+        return linear(input, weight_NK, bias, self.layer_of(input, tensors, input.requires_grad, rows), x_casts)
 
     def layer_of(self, input: Tensor, tensors: LayerTensors, needs_input_grad: bool, rows: Rows = DENSE) -> Layer:
         """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""

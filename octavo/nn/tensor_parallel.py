@@ -33,7 +33,7 @@ from octavo.autograd.gather_input import (
 from octavo.autograd.observer import Observer
 from octavo.autograd.products import NeededGradients, requires_grad
 from octavo.autograd.rows import DENSE, Parts, Rows, Wire
-from octavo.autograd.shared_casts import ReadTensor, read_by
+from octavo.autograd.shared_casts import InputCasts, casts_to_share
 from octavo.nn.inputs import product_dtype
 from octavo.private import is_dtensor
 from octavo.scaling.delayed import State
@@ -106,7 +106,7 @@ class ShardedLayer(Protocol):
     def state_of_input(self) -> State | None:
         """Return the delayed state that a cast of the next input reads."""
 
-    def local_product(self, input: Any, tensors: LayerTensors, read: ReadTensor | None, rows: Rows) -> Tensor:
+    def local_product(self, input: Any, tensors: LayerTensors, x_casts: InputCasts | None, rows: Rows) -> Tensor:
         """Return the product of this rank's parts."""
 
 
@@ -324,9 +324,9 @@ def parallel_product(module: ShardedLayer, input: Any, weight: Any, bias: Any) -
     bias_grad = None if places.weight_grad == weight_placement else places.weight_grad
     local_bias = _local_bias(bias, rowwise, mesh, bias_grad)
     # ranks that share scales cast together, and then layers share no casts
-    read = None if places.roles[INPUT] else read_by(x, module, is_view=True)
+    x_casts = None if places.roles[INPUT] else casts_to_share(x, module, is_view=True)
     parts = Parts(mesh.get_group().group_name, places.roles, rank=mesh.get_local_rank())
-    y = module.local_product(x, (local_weight, local_bias, weight), read, Rows(parts=parts))
+    y = module.local_product(x, (local_weight, local_bias, weight), x_casts, Rows(parts=parts))
     needs = requires_grad(x), requires_grad(local_weight), requires_grad(local_bias)
     if rowwise and (output := _scatter_sum(module, y, needs, mesh)) is not None:
         return output

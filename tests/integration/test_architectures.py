@@ -6,7 +6,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo import recipes
-from octavo.autograd.shared_casts import read_by
+from octavo.autograd.shared_casts import casts_to_share
 from octavo.nn import recipe_module
 from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
 from tests.support.tiny_models import DECODER, GPT2, LAYERS, NO_DROPOUT, T5, decoder
@@ -58,8 +58,10 @@ def test_sharing_changes_no_bit(name, monkeypatch):
     model = to_fp8(tiny(name), recipes.dynamic())
     tokens = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(1))
     shared = []
-    monkeypatch.setattr(recipe_module, "read_by", lambda *read: shared.append(read_by(*read)) or shared[-1])
+    monkeypatch.setattr(
+        recipe_module, "casts_to_share", lambda *read: shared.append(casts_to_share(*read)) or shared[-1]
+    )
     with_sharing = trace(model, tokens)
     assert shared
-    monkeypatch.setattr(recipe_module, "read_by", lambda x, layer: None)
+    monkeypatch.setattr(recipe_module, "casts_to_share", lambda x, layer: None)
     assert_equal(with_sharing, trace(model, tokens))
