@@ -11,10 +11,8 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.experts import TITAN, ConvertedExperts, TorchtitanExperts, TransformersExperts, keys_of, with_inner
+from octavo.nn.bytecode import uses_in
+from octavo.nn.experts import TITAN, ConvertedExperts, TorchtitanExperts, TransformersExperts, keys_of
 from octavo.nn.linear import Grouped, Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import is_under_fsdp
@@ -213,12 +212,6 @@ def why_not_selected(module: nn.Module, converted: Sequence[nn.Module] = ()) -> 
     return f"{type(module).__name__} is not a linear layer"
 
 
-# attributes of a layer; code that reads one doesn't call the layer
-_LAYER_ATTRIBUTES = {"weight", "bias", "in_features", "out_features"}
-# attributes of a weight; code that reads one doesn't read the weight's values
-_METADATA = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
-
-
 class PastReads(NamedTuple):
     """The class whose methods read the values of a layer's weight; whether they also call the layer or pass it on."""
 
@@ -238,7 +231,7 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
             continue
         for name, layer in parent.named_children():
             if isinstance(layer, nn.Linear) or fp8_class(layer) is not None:
-                uses = _uses_in(_methods(parent)).get(name, set())
+                uses = uses_in(_methods(parent)).get(name, set())
                 if "read" in uses:
                     reads_by_layer[id(layer)] = PastReads(kind.__name__, "called" in uses)
         head = getattr(parent, "get_output_embeddings", lambda: None)()  # of a model of transformers
@@ -252,35 +245,6 @@ def library_of_forward(module: nn.Module) -> str:
     defining_class = next(base for base in type(module).__mro__ if "forward" in vars(base))
     library: str = inspect.unwrap(module.forward).__module__
     return "" if library == defining_class.__module__ else library.partition(".")[0]
-
-
-class _Instruction(NamedTuple):
-    """An instruction of Python's bytecode, and the name that it reads or writes (two names if it is two loads)."""
-
-    op: str = ""
-    argument: Any = ""
-
-
-@functools.cache  # by code, and not by class: a library may replace a class's methods
-def _uses_in(codes: tuple[types.CodeType, ...]) -> dict[str, set[str]]:
-    """Return {name: uses} in methods: "read" if ``self.<name>.weight``'s values are read, "called" if it is called."""
-    uses_by_name: dict[str, set[str]] = {}
-    for code in itertools.chain(*map(with_inner, codes)):
-        instructions = [_Instruction(each.opname, each.argval) for each in dis.get_instructions(code)]
-        padded = [_Instruction(), *instructions, _Instruction(), _Instruction()]
-        # such as: LOAD_GLOBAL isinstance, LOAD_FAST self, LOAD_ATTR name, LOAD_ATTR weight, LOAD_ATTR dtype
-        for earlier, owner, layer, attribute, later in zip(*(padded[start:] for start in range(5)), strict=False):
-            last_loaded = owner.argument[-1:] if isinstance(owner.argument, tuple) else (owner.argument,)
-            if layer.op not in ("LOAD_ATTR", "LOAD_METHOD") or last_loaded != ("self",):
-                continue
-            uses = uses_by_name.setdefault(layer.argument, set())
-            reads_attribute = attribute.op in ("LOAD_ATTR", "STORE_ATTR") and attribute.argument in _LAYER_ATTRIBUTES
-            if layer.op == "LOAD_METHOD" or not reads_attribute:
-                uses.add("called")
-            elif attribute == ("LOAD_ATTR", "weight") and earlier.argument != "isinstance":
-                if later.op != "STORE_ATTR" and later.argument not in _METADATA:
-                    uses.add("read")
-    return uses_by_name
 
 
 def _methods(module: nn.Module) -> tuple[types.CodeType, ...]:

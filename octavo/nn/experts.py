@@ -18,8 +18,7 @@ products. Known by structure are
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from types import CodeType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from octavo.autograd.grouped import Routing
 from octavo.autograd.rows import Rows
 from octavo.kernels.activations import ACTIVATIONS, FUNCTIONS_OF_CLASSES, activation_of
 from octavo.kernels.reference.activation import activate
+from octavo.nn.bytecode import code_within
 from octavo.nn.fused import can_fuse, run_as_one
 from octavo.nn.inputs import grouped_dtype, not_a_tensor_error
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
@@ -236,20 +236,12 @@ def _names_silu(kind: type[nn.Module]) -> bool:
         if not inspect.isfunction(function) or function in seen or function.__module__.startswith("torch."):
             continue
         seen.add(function)
-        names = {name for code in with_inner(function.__code__) for name in (*code.co_names, *code.co_freevars)}
+        names = {name for code in code_within(function.__code__) for name in (*code.co_names, *code.co_freevars)}
         if "silu" in names:
             return True
         scopes = function.__globals__, *map(vars, kind.__mro__), inspect.getclosurevars(function).nonlocals
         waiting += [scope.get(name) for scope in scopes for name in names]
     return False
-
-
-def with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from with_inner(constant)
 
 
 def recipe_names(module_name: str, part: str, key: str) -> tuple[str, ...]:

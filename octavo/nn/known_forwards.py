@@ -17,7 +17,6 @@ activation and its last layer compute together. The class's own forward runs ins
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from octavo.autograd.chain import activated_linear
 from octavo.autograd.norm import norm_and_branch
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import Attended, Positions, heads_apart, rotary
+from octavo.nn.bytecode import same_code
 from octavo.nn.candidates import REPLACED_SINCE, SHARDED, class_of, fp8_class, is_fsdp_class, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import can_fuse, forward_is_bypassable, run_as_one
@@ -497,7 +497,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-un
 def _turns_as_kernels_do(forward: Any) -> bool:
     """Whether a forward turns q and k by functions that compute as the two above, as the kernels do."""
     turns = rotate_half, apply_rotary_pos_emb
-    return all(_same_code(forward.__globals__.get(turn.__name__), turn) for turn in turns)
+    return all(same_code(forward.__globals__.get(turn.__name__), turn) for turn in turns)
 
 
 _FEED_FORWARDS = (LlamaFeedForward, ViTFeedForward, T5FeedForward, GatedT5FeedForward)
@@ -513,44 +513,7 @@ def activation_name(act: Any, gated: bool) -> str | None:
 @functools.cache  # by function, and not by class: a library may replace a class's forward
 def _class_for(forward: Any) -> type[KnownForward] | None:
     """Return the class of this file whose ``library_forward`` has a forward's code; or None."""
-    return next((kind for kind in _KINDS if _same_code(forward, kind.library_forward)), None)
-
-
-def _same_code(candidate: Any, known: Any) -> bool:
-    """Whether a candidate is a function with the known one's instructions, arguments and defaults.
-
-    Docstrings don't count, nor does the name of an only argument, nor do defaults of None and False: the forwards of
-    this file have none, and take an argument left out as None.
-    """
-    return inspect.isfunction(candidate) and _meaning(inspect.unwrap(candidate)) == _meaning(known)
-
-
-def _meaning(function: Any) -> tuple[Any, ...]:
-    """Return what ``_same_code`` compares."""
-    code = function.__code__
-    count = code.co_argcount + code.co_kwonlyargcount
-    arguments = code.co_varnames[:count] if count > 2 else ()  # an only argument behind self has any name
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    effective = [one for one in defaults if one is not None and one is not False]
-    takes_more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    return _instructions(code), count, arguments, effective, takes_more
-
-
-def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    """Return code's instructions, each with what it reads: a name, a value, a local's number, a jump's aim in the list.
-
-    Python calls torch.rsqrt, say, by other instructions in a file that imports torch than in a notebook's later cell;
-    here both are the same.
-    """
-    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
-
-    def argument(one: dis.Instruction) -> Any:
-        if one.opcode in dis.haslocal:
-            return one.arg
-        is_jump = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
-        return sum(other.offset < one.argval for other in instructions) if is_jump else one.argval
-
-    return [("LOAD_ATTR" if one.opname == "LOAD_METHOD" else one.opname, argument(one)) for one in instructions]
+    return next((kind for kind in _KINDS if same_code(forward, kind.library_forward)), None)
 
 
 def refusal(module: nn.Module) -> str | None:

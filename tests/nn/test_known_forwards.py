@@ -29,9 +29,7 @@ from octavo.nn.known_forwards import (
     FeedForward,
     KnownForward,
     LeanRMSNorm,
-    _same_code,
     refusal,
-    rotate_half,
 )
 from octavo.nn.saved import predicted_by_kind, saved_by_kind, twin_of
 from octavo.nn.tensor_parallel import FusedParts
@@ -377,15 +375,6 @@ def test_a_class_of_a_notebooks_cell_is_known_wherever_torch_was_imported(head: 
         octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
     assert isinstance(net[1], LeanRMSNorm) == (not more)
     torch.testing.assert_close(net[1](x), expected)
-
-
-def test_functions_without_docstrings_are_the_same() -> None:
-    source = "def rotate_half(x):\n    x1 = x[..., : x.shape[-1] // 2]\n    x2 = x[..., x.shape[-1] // 2 :]\n"
-    names: dict[str, Any] = {}
-    exec(f"import torch\n{source}    return torch.cat((-x2, x1), dim=-1)", names)
-    assert _same_code(names["rotate_half"], rotate_half)
-    exec(f"import torch\n{source}    return torch.cat((x2, -x1), dim=-1)", names)
-    assert not _same_code(names["rotate_half"], rotate_half)
 
 
 @pytest.mark.parametrize("part", ["attention", "attention's arguments", "rotary positions"])
