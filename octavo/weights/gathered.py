@@ -15,11 +15,11 @@ hook, which makes a GatheredWeight of all ranks' tensors. Who holds whom:
     module.fp8.gather: a Gather, one a module       chooses the way, keeps the scale of the forward that is under way
         .group: a GatherGroup, one a model          casts the shards of all its weights that are sent in FP8
             ._modules: weakly, those modules
-        ._way: a Way; where it is an InFP8
+        ._way: a Way                                what it sends
             .gather: that Gather
-            .shard_cast: a ShardCast                how one shard is cast (weights/shard_cast.py); it holds no weight
-            .codes: ShardCodes                      what the last cast wrote
-            .fresh_key: values                      whether these codes serve the next forward
+            .shard_cast: a ShardCast, of an InFP8   how one shard is cast (weights/shard_cast.py); it holds no weight
+            .codes: ShardCodes, of an InFP8         what the last cast wrote
+            .fresh_key: values, of an InFP8         whether these codes serve the next forward
     FSDP2's second hook, until the weight is there: a MakeWeight
 
 All shards of the model are cast in one launch by the first gather of each forward, so that no write to a weight is
@@ -43,7 +43,7 @@ from torch import Tensor
 
 from octavo.autograd.cast_together import MatrixToCast, cast_together
 from octavo.autograd.casts import CastRequest, cast_role, operands_of_codes
-from octavo.kernels.backward_pass import is_running
+from octavo.kernels import backward_pass
 from octavo.numerics import scale_inv_from_scale
 from octavo.private import DisableTorchFunctionSubclass, is_dtensor, local_tensor
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
@@ -110,19 +110,19 @@ class MakeWeight:
 class Way:
     """One of the four ways to gather a weight: this one as it is, without octavo's part.
 
-    ``why``: the reason why it is not "in FP8", if it is not.
+    ``gather``: the module's, which chose it; ``why``: the reason why it is not "in FP8", if it is not.
     """
 
     kind = "as it is"
 
-    def __init__(self, why: str = "") -> None:
-        self.why = why
+    def __init__(self, gather: Gather, why: str = "") -> None:
+        self.gather, self.why = gather, why
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.why})" if self.why else self.kind
 
-    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
-        """Return the tensors that FSDP2 sends of the shard, and its second hook; ``gather``: the module's."""
+    def send(self, module: WeightReader, unshard: Unshard) -> FirstHookResult:
+        """Return the tensors that FSDP2 sends of the shard, and its second hook."""
         return gather_as_it_is(unshard)
 
 
@@ -131,13 +131,13 @@ class AsStored(Way):
 
     kind = "as stored"
 
-    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
+    def send(self, module: WeightReader, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
         shard, mesh, shape, _ = unshard
         assert isinstance(shard, StoredWeight)
         if shard.facts.scale_is_local:
-            agree_on_scale(gather.parameter)
-            shard = local_tensor(gather.parameter).moved(lambda tensor: tensor.to(shard.device))
+            agree_on_scale(self.gather.parameter)
+            shard = local_tensor(self.gather.parameter).moved(lambda tensor: tensor.to(shard.device))
         recipe, code_dtype = module.fp8.recipe, shard.qdata.dtype
         codes = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size())
         scale_inv = shard.scale_inv.clone()  # of these codes, even if the next step writes before they are read
@@ -162,11 +162,11 @@ class CastAfter(Way):
 
     kind = "cast after"
 
-    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
+    def send(self, module: WeightReader, unshard: Unshard) -> FirstHookResult:
         """Return the shard in the dtype that is cast, and FSDP2's second hook."""
         shard, mesh, shape, mp_policy = unshard
-        recipe = module.fp8.recipe
-        if not is_running():
+        gather, recipe = self.gather, module.fp8.recipe
+        if not backward_pass.is_running():
             gather.begin(module)
         # one rank sends nothing: a weight that several would send in FP8 is cast from its own dtype, as they would
         casts_own_dtype = mesh.size() == 1 and recipe.weight_casts.coincide
@@ -204,7 +204,7 @@ class InFP8(Way):
 
     Attributes:
         codes: the last cast's.
-        step: the last step of the weight's optimizer before that cast, under Delayed.
+        step_at_cast: the last step of the weight's optimizer before that cast.
         fresh_key: ``key_now`` at that cast; None since a gather for a forward has sent the codes, or a write that no
             counter shows outdated them.
     """
@@ -212,10 +212,10 @@ class InFP8(Way):
     kind = "in FP8"
 
     def __init__(self, gather: Gather, shard_cast: ShardCast) -> None:
-        super().__init__()
-        self.gather, self.shard_cast = gather, shard_cast
+        super().__init__(gather)
+        self.shard_cast = shard_cast
         self.codes: ShardCodes | None = None
-        self.step = -1
+        self.step_at_cast = -1
         self.fresh_key: tuple[Any, ...] | None = None
 
     @property
@@ -233,17 +233,17 @@ class InFP8(Way):
             writes = gather.writes.last_step, gather.parameter._version, local_tensor(gather.parameter)._version
         return gather.group.backwards, module.training, *writes, id(module.fp8.recipe)  # type: ignore[union-attr]
 
-    def send(self, gather: Gather, module: WeightReader, unshard: Unshard) -> FirstHookResult:
+    def send(self, module: WeightReader, unshard: Unshard) -> FirstHookResult:
         """Return the codes, with scales that ranks don't share, and FSDP2's second hook."""
-        group = gather.group
+        group = self.gather.group
         assert group is not None
         # for backward: also for a forward that a checkpoint computes again
-        if is_running() and self.codes is not None:
+        if backward_pass.is_running() and self.codes is not None:
             group.backwards += 1
         else:
             # cast all shards of the group, unless the gather of another weight for the same forward has done so
             if self.fresh_key != self.key_now(module):
-                group.cast_shards(gather.parameter.device_mesh, unshard.mesh)
+                group.cast_shards(self.gather.parameter.device_mesh, unshard.mesh)
             self.fresh_key = None
         group.wait_for_casts()
         codes, recipe = self.codes.on(unshard.shard.device), module.fp8.recipe  # type: ignore[union-attr]
@@ -338,7 +338,7 @@ class Gather:
 
     def _choose_way(self, module: WeightReader) -> Way:
         if self.parameter is None or local_stored(self.parameter) is not None:
-            return AsStored()
+            return AsStored(self)
         casts, mesh = module.fp8.recipe.weight_casts, self.parameter.device_mesh
         ranks, is_parallel = mesh.size(self.mesh_dim), self.mesh_dim + 1 < mesh.ndim
         lies_transposed = module.stores_transposed and self.parameter.ndim != 3
@@ -348,10 +348,10 @@ class Gather:
             (lies_transposed, f"{type(module).__name__} stores it transposed"),
         )
         if why is not None:
-            return Way(why)
+            return Way(self, why)
         if why := self._why_cast_after(casts, ranks, is_parallel):
             # under tensor parallelism each forward casts it, with amaxes that are maxima over ranks
-            return Way(why) if is_parallel else CastAfter(why)
+            return Way(self, why) if is_parallel else CastAfter(self, why)
         return InFP8(self, ShardCast(casts, self.shape, ranks, mesh.get_local_rank(self.mesh_dim)))
 
     def _why_cast_after(self, casts: RoleCasts, ranks: int, is_parallel: bool) -> str | None:
@@ -410,7 +410,7 @@ class Gather:
                 "module that fully_shard was applied to, or one that holds it"
             )
         self.sent_as = sent_as
-        return way.send(self, module, unshard)
+        return way.send(module, unshard)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Gather, (self.group, self.is_shared, self.name)
@@ -552,6 +552,7 @@ def _cast_in_one_launch(ways: Sequence[InFP8], amaxes: dict[InFP8, Tensor]) -> N
     matrices: list[MatrixToCast] = []
     for way, scales_of_weight in zip(ways, scales, strict=True):
         way.codes, matrices_of_shard = way.shard_cast.prepare(way.shard, way.codes, scales_of_weight)
+        way.step_at_cast = way.gather.writes.last_step
         matrices += matrices_of_shard
     cast_together(matrices, cast)
 
@@ -583,8 +584,6 @@ def _delayed_scales_of(ways: Sequence[InFP8], amax: Tensor, cast: Cast) -> Tenso
     scales = torch.cat([zero if one is None else one[WEIGHT : WEIGHT + 1].to(amax.device) for one in of_roles])
     last_amaxes = [None if way.codes is None else way.codes.amax for way in ways]
     last_amax = torch.cat([zero if one is None else one.view(1) for one in last_amaxes])
-    had_no_step = amax.new_tensor([float(way.step == way.gather.writes.last_step) for way in ways]) > 0
-    for way in ways:
-        way.step = way.gather.writes.last_step
+    had_no_step = amax.new_tensor([float(way.step_at_cast == way.gather.writes.last_step) for way in ways]) > 0
     written = ((had_no_step & (amax != last_amax)) | (scales * amax > 2 * cast.format.max)) & amax.isfinite()
     return torch.where(written, 0, scales)

@@ -142,13 +142,14 @@ def fp8_operands(
     the weight; ``state``: what ``fresh_state`` returned; ``rows``: how the rows that it is multiplied by lie.
     """
     # stored or gathered
-    holder = parameter if rows.parts is None else weight_NK  # under tensor parallelism the part has its codes
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
-        holder = stored  # this rank's experts, of which ``weight_NK`` is a view
-    if isinstance(holder, HOLDING_CODES):
+        weight: Tensor = stored  # this rank's experts, of which ``weight_NK`` is a view
+    else:
+        weight = parameter if rows.parts is None else weight_NK  # under tensor parallelism the part has its codes
+    if isinstance(weight, HOLDING_CODES):
         _refuse_tracing()
         # by the class: torch.compile would make an op of a call of the tensor's own method
-        return type(holder).operands(holder, module, transposed)  # type: ignore[arg-type]
+        return type(weight).operands(weight, module, transposed)  # type: ignore[arg-type]
     # the history is that of the module's parameter in training: not of a merged, averaged or swapped weight, and not
     # of one that is computed; but FSDP1 replaces its parameters by views of a gathered tensor
     is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)

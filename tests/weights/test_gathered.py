@@ -166,9 +166,9 @@ def test_codes_are_fresh_for_one_gather_of_a_forward(mesh, monkeypatch):
     def noting(kind, method):
         original = getattr(kind, method)
 
-        def noted(self, of, module, *rest):
-            result = original(self, of, module, *rest)
-            notes.append((names[module] if kind is gather.InFP8 else "cast", *fresh()))
+        def noted(self, module_or_mesh, what):
+            result = original(self, module_or_mesh, what)
+            notes.append((names[module_or_mesh] if kind is gather.InFP8 else "cast", *fresh()))
             return result
 
         monkeypatch.setattr(kind, method, noted)
