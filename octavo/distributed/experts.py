@@ -74,7 +74,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
     exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
     for _, layer in named_layers:
-        owner = layer.holder
+        owner = layer.weight_owner
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and not is_dtensor(parameter):
                 if parameter not in sharded:

@@ -218,7 +218,7 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
-    in_fp8 = {*layers.values(), *(module.holder for module in layers.values())}
+    in_fp8 = {*layers.values(), *(module.weight_owner for module in layers.values())}
     others = {name: m for name, m in modules_by_name.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
     return layers, [name for name, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
@@ -229,7 +229,7 @@ def _why_not_held(name: str, module: RecipeModule, layout: AnyLayout) -> str | N
     remedy = f"octavo.set_recipe(model, octavo.recipes.{LAYOUTS[layout].recipe}()) makes weights that it holds"
     without_it = f"keep it in high precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
     if module.part_name:
-        holder: Any = module.holder
+        holder: Any = module.weight_owner
         leave_out = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
         if module.stores_transposed:
             return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8{leave_out}"

@@ -136,7 +136,7 @@ def convert(
         _fuse(model)
     choose_fast_path(model)
     converted = [module for _, module in RecipeModule.named_in(model)]
-    other_weights = _weights_of_others(model, {id(module.holder) for module in converted})
+    other_weights = _weights_of_others(model, {id(module.weight_owner) for module in converted})
     for module in converted:
         # with an embedding, say, which needs it in high precision
         module.fp8.gather.share(id(weight_of(module)) in other_weights)
@@ -162,13 +162,13 @@ def _convert_weights(
 def _convert_modules(recipe: Recipe | RecipeMap, targets: Sequence[Convertible]) -> None:
     """Give modules their classes and recipes; those that are converted together gather together, too."""
     group = GatherGroup()
-    for name, holder, new_class in targets:
-        if type(holder) is not new_class:
-            holder.__class__ = new_class
-        if isinstance(holder, ConvertedExperts):
-            holder.add_parts()
-        assert isinstance(holder, WeightOwner)
-        for module in readers_of(holder):
+    for name, owner, new_class in targets:
+        if type(owner) is not new_class:
+            owner.__class__ = new_class
+        if isinstance(owner, ConvertedExperts):
+            owner.add_parts()
+        assert isinstance(owner, WeightOwner)
+        for module in readers_of(owner):
             module_name = f"{name}.{module.part_name}".strip(".")
             module.recipe = recipe.of(*module.names(module_name))
             module.fp8.gather.join(group, module, module_name)
@@ -197,7 +197,7 @@ def _granularities_in_fp8(
 ) -> dict[nn.Parameter, Granularity]:
     """Return {weight: granularity} of these modules' weights to store in FP8: all that no other module shares."""
     candidates = [w for target in targets for w in target.weights() if not recipe.of(*w.names).is_high_precision]
-    owners = [getattr(w.target.module, "holder", w.target.module) for w in candidates]
+    owners = [getattr(w.target.module, "weight_owner", w.target.module) for w in candidates]
     other_weights = _weights_of_others(model, set(map(id, owners)))
     stored: dict[nn.Parameter, Granularity] = {}
     for names, weight, (_, module, new_class) in candidates:

@@ -252,10 +252,10 @@ def recipe_names(module_name: str, part: str, key: str) -> tuple[str, ...]:
 class ExpertsPart(Grouped):
     """One matrix of every expert of a module: the recipe and state of its product; the module owns the parameter."""
 
-    def __init__(self, holder: nn.Module, name: str, key: str) -> None:
+    def __init__(self, owner: nn.Module, name: str, key: str) -> None:
         super().__init__()
         self.part_name, self.weight_key = name, key
-        self.__dict__["_holder"] = holder  # no attribute, so that it is no child of its part
+        self.__dict__["_weight_owner"] = owner  # no attribute, so that it is no child of its part
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the names that a RecipeMap's patterns may match: the module's, its part's and the parameter's."""
@@ -264,10 +264,10 @@ class ExpertsPart(Grouped):
     @property
     def stores_transposed(self) -> bool:  # type: ignore[override]
         """Whether the parameter is [E, in, out]."""
-        return getattr(self.holder, "is_transposed", False)
+        return getattr(self.weight_owner, "is_transposed", False)
 
     def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return getattr(self.holder, self.weight_key), getattr(self.holder, f"{self.weight_key}_bias", None)
+        return getattr(self.weight_owner, self.weight_key), getattr(self.weight_owner, f"{self.weight_key}_bias", None)
 
     def reset_parameters(self) -> None:
         """Empty the delayed state; the module that owns the parameters resets them."""

@@ -108,7 +108,7 @@ class RecipeModule(WeightOwner):
     @property
     def parameters_device(self) -> torch.device:
         """The device of the parameters, of which the weight need not be one (weight_norm)."""
-        return next(self.holder.parameters()).device
+        return next(self.weight_owner.parameters()).device
 
     @property
     def recipe(self) -> Recipe:
@@ -194,9 +194,9 @@ class RecipeModule(WeightOwner):
         return state
 
     @property
-    def holder(self) -> nn.Module:
+    def weight_owner(self) -> nn.Module:
         """The module that owns the weight: this one, or that of which this one is a part."""
-        return self.__dict__.get("_holder", self)
+        return self.__dict__.get("_weight_owner", self)
 
     @property
     def weight_readers(self) -> dict[str, RecipeModule]:
@@ -205,7 +205,7 @@ class RecipeModule(WeightOwner):
     @property
     def weight_parameter(self) -> nn.Parameter:
         """The parameter that holds the weight."""
-        return self.holder.get_parameter(self.weight_key)
+        return self.weight_owner.get_parameter(self.weight_key)
 
     def own_parameters(self) -> tuple[Any, Any]:
         """Return (weight, bias or None), as they are stored."""

@@ -311,7 +311,7 @@ def check_stored_granularity(recipe: Recipe, shape: torch.Size, stored: Granular
 
 def weight_of(module: Any) -> nn.Parameter | None:
     """Return a module's weight, perhaps another module's parameter; None if others compute it (weight_norm)."""
-    return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))
+    return getattr(module, "weight_owner", module)._parameters.get(getattr(module, "weight_key", "weight"))
 
 
 def pair_reader(model: nn.Module) -> Callable[[WeightReader, bool], tuple[Tensor, Tensor]]:
