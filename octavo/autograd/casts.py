@@ -25,7 +25,7 @@ from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.numerics import E8M0
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe, RoleCasts
-from octavo.tensor.pair import ForProducts, NormResults, Operands, operands_of
+from octavo.tensor.pair import NormResults, Operands, OperandsFacade, operands_of
 
 CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 # (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name, which nobody
@@ -110,7 +110,7 @@ def cast_role(source: AnySource, request: CastRequest, state: State | None, rows
         state: read by Delayed casts.
         rows: how the role lies; ranks that have shards of it all call this.
     """
-    if isinstance(source, ForProducts):
+    if isinstance(source, OperandsFacade):
         return source.read()
     role, casts, parts = request.role, request.recipe.casts[request.role], rows.parts
     cast = casts.as_is if request.as_is else None

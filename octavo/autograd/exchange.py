@@ -34,7 +34,7 @@ from octavo.granularity import ALL
 from octavo.numerics import scale_inv_from_scale
 from octavo.scaling.recipe import Cast
 from octavo.tensor.collectives import exchanged_rows, gathered_parts, maximum_over_ranks, pack_message, unpack_message
-from octavo.tensor.pair import ForProducts, Operands
+from octavo.tensor.pair import Operands, OperandsFacade
 
 
 class Exchange(NamedTuple):
@@ -63,7 +63,7 @@ class RowsToSend(NamedTuple):
     reader: GatherReader
 
 
-class ReceivedRows(ForProducts):
+class ReceivedRows(OperandsFacade):
     """Rows of other ranks in groups, tokens on the way to experts or gradients on the way back."""
 
     REMEDY = (

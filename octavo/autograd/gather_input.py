@@ -37,7 +37,7 @@ from octavo.private import untraced
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, Recipe
 from octavo.tensor.collectives import gathered_parts, pack_message, summed, summed_part, unpack_message
-from octavo.tensor.pair import ForProducts, NormResults, Operands
+from octavo.tensor.pair import NormResults, Operands, OperandsFacade
 
 _REMEDY = (
     "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
@@ -70,7 +70,7 @@ class GatheredInput:
         return self.__torch_function__(getattr(torch.Tensor, name), ())
 
 
-class GatheredGradient(ForProducts):
+class GatheredGradient(OperandsFacade):
     """A whole gradient [..., N], on its way to the products, with sums of its columns."""
 
     REMEDY = _REMEDY

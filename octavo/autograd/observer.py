@@ -22,7 +22,7 @@ from octavo.kernels.layouts import contraction_multiple
 from octavo.kernels.reference.nvfp4 import rotated
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import GRAD_OUTPUT, INPUT, WEIGHT, Cast, Recipe
-from octavo.tensor.pair import ForProducts, Operands
+from octavo.tensor.pair import Operands, OperandsFacade
 
 Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group
 RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed cast if it differs
@@ -113,7 +113,7 @@ class Observer(NamedTuple):
             if is_running() and self.counts.seen:
                 return
             self.counts.seen.update(() if is_running() else (role,))
-        if isinstance(x_RC := source(), ForProducts):
+        if isinstance(x_RC := source(), OperandsFacade):
             return
         casts, (counts, counts_t) = recipe.casts[role], self.counts.roles[role]
         if counts is not None and casts.as_is is not None and operands.as_is is not None:

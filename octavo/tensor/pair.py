@@ -4,8 +4,8 @@
     StoredWeight      a parameter that lives in FP8
     StoredGradient    a gradient that waits in FP8
 
-ForProducts (the operands of products) and UsedGradient (a norm alone) are facades too. Each says in its ``RULES`` what
-torch may do with it. Any other op raises: nothing dequantises silently.
+OperandsFacade (the operands of products) and UsedGradient (a norm alone) are facades too. Each says in its ``RULES``
+what torch may do with it. Any other op raises: nothing dequantises silently.
 """
 
 from __future__ import annotations
@@ -121,19 +121,19 @@ class Facade(Tensor):
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
 
-class ForProducts(Facade):
+class OperandsFacade(Facade):
     """A facade that has the operands of products alone, and to which gradients flow.
 
     Each tensor of its operands is an attribute, or None: so compiled graphs, which hold tensors alone, take it apart.
-    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``found_amax`` is Operands' ``amax``, which is
-    a method of tensors; ``casts``: a weight's Casts, as text.
+    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``operands_amax`` is Operands' ``amax``, a name
+    that tensors have for a method; ``casts``: a weight's Casts, as text.
     """
 
     qdata: Tensor
     scale_inv: Tensor
     transposed_qdata: Tensor | None
     transposed_scale_inv: Tensor | None
-    found_amax: Tensor | None
+    operands_amax: Tensor | None
     column_sum: Tensor | None
     casts: str
 
@@ -147,8 +147,8 @@ class ForProducts(Facade):
 
     def read(self) -> Operands:
         """Return the operands that products read."""
-        second: Any = None if self.transposed_qdata is None else (self.transposed_qdata, self.transposed_scale_inv)
-        return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum)
+        pair_t: Any = None if self.transposed_qdata is None else (self.transposed_qdata, self.transposed_scale_inv)
+        return Operands((self.qdata, self.scale_inv), pair_t, self.operands_amax, self.column_sum)
 
     def moved(self, move: Any) -> Self:
         """Return a new facade of the very same tensors; ``move`` is an op of MOVES, an alias."""
@@ -169,12 +169,12 @@ class ForProducts(Facade):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Self:
-        q, scale_inv, second, second_inv, amax, sums = map(inner.get, _TENSORS)
-        second_pair = None if second is None else (second, second_inv)
-        return cls(Operands((q, scale_inv), second_pair, amax, sums), outer_size, *context)  # type: ignore[arg-type]
+        q, scale_inv, q_t, scale_inv_t, amax, column_sum = map(inner.get, _TENSORS)
+        pair_t = None if q_t is None else (q_t, scale_inv_t)
+        return cls(Operands((q, scale_inv), pair_t, amax, column_sum), outer_size, *context)  # type: ignore[arg-type]
 
 
-_TENSORS = "qdata", "scale_inv", "transposed_qdata", "transposed_scale_inv", "found_amax", "column_sum"
+_TENSORS = "qdata", "scale_inv", "transposed_qdata", "transposed_scale_inv", "operands_amax", "column_sum"
 
 
 class Pair(Facade):
@@ -307,7 +307,7 @@ PLAIN_LIKE: dict[Any, AtenRule] = dict.fromkeys(_NEW, plain_like)
 MOVES: dict[Any, AtenRule] = dict.fromkeys((aten.detach.default, aten.alias.default), moves)
 COPIES: dict[Any, AtenRule] = dict.fromkeys((aten.clone.default, aten._to_copy.default), copies)
 
-ForProducts.RULES = {
+OperandsFacade.RULES = {
     **MOVES,
     # views that leave the features alone
     aten.view.default: lambda _, x, shape: x.with_shape(shape) if shape[-1] == x.shape[-1] else NotImplemented,

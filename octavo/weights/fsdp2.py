@@ -49,7 +49,7 @@ from octavo.private import (
     set_local_tensor,
 )
 from octavo.tensor.collectives import gathered_parts, maximum_over_ranks
-from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
+from octavo.tensor.pair import MOVES, PLAIN_LIKE, Operands, OperandsFacade, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.weights.reader import WeightReader
 from octavo.weights.storable import granularity_of_scales
@@ -146,7 +146,7 @@ def gather_as_it_is(unshard: Unshard) -> FirstHookResult:
     return (sent,), lambda outputs, _, out: (without_padding(outputs[0], shape), ()) if out is None else None
 
 
-class GatheredWeight(ForProducts):
+class GatheredWeight(OperandsFacade):
     """An unsharded weight, of which FSDP2 frees and refills the tensors of both pairs.
 
     The transposed codes may be a view of the others. ``casts`` is text, as a compiled graph can hold no Cast of a
@@ -164,7 +164,7 @@ class GatheredWeight(ForProducts):
         A forward that saved these tensors for its backward so reads a pair that belongs together, whichever it is.
         """
         written: set[int] = set()
-        self.found_amax = operands.amax
+        self.operands_amax = operands.amax
         for old, new in zip(_pairs(self.read()), _pairs(operands), strict=True):
             address = old.untyped_storage().data_ptr()
             if address == new.untyped_storage().data_ptr() or address in written:

@@ -49,7 +49,7 @@ from octavo.private import DisableTorchFunctionSubclass, is_dtensor, local_tenso
 from octavo.scaling.recipe import WEIGHT, Cast, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS, SeenWrites
 from octavo.tensor.collectives import check_ranks_agree, maximum_over_ranks
-from octavo.tensor.pair import ForProducts, Operands
+from octavo.tensor.pair import Operands, OperandsFacade
 from octavo.weights.fsdp2 import (
     FirstHookResult,
     GatheredWeight,
@@ -385,7 +385,7 @@ class Gather:
             forget_if_written(module, self.parameter)
             self.delayed_scale = state.scale.clone()
 
-    def read(self, weight: ForProducts, module: WeightReader) -> None:
+    def read(self, weight: OperandsFacade, module: WeightReader) -> None:
         """Note that the module computes with its gathered weight; raise RuntimeError if other casts gathered it."""
         if weight.casts != module.fp8.recipe.weight_key:
             raise RuntimeError(

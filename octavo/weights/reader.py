@@ -10,7 +10,7 @@ from torch import nn
 from octavo.autograd.exchange import Exchange
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.pair import ForProducts
+from octavo.tensor.pair import OperandsFacade
 from octavo.weights.writes import KeptOperands, WeightWrites
 
 
@@ -79,5 +79,5 @@ class WeightGather(Protocol):
     def adopt(self, parameter: Any, replaced: Any, module: WeightReader) -> None:
         """Gather ``parameter`` from now on, which replaces another."""
 
-    def read(self, weight: ForProducts, module: WeightReader) -> None:
+    def read(self, weight: OperandsFacade, module: WeightReader) -> None:
         """Note that the module computes with its gathered weight."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo import E4M3, PerBlock, UnsupportedOpError, quantize
-from octavo.tensor.pair import ForProducts, Operands, Pair
+from octavo.tensor.pair import Operands, OperandsFacade, Pair
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.weights.stored import StoredWeight
 from tests.support.helpers import saved_and_loaded
@@ -52,7 +52,7 @@ def test_nothing_dequantises_silently(name: str) -> None:
         torch.sin(PAIRS[name]())
 
 
-class _Rows(ForProducts):
+class _Rows(OperandsFacade):
     REMEDY = "has no values"
 
 
