@@ -54,9 +54,9 @@ class StateFacts:
     their place, which ``torch.load(weights_only=True)`` reads.
     """
 
-    def __init__(self, version: int, maybe_empty: bool) -> None:
+    def __init__(self, version: int, may_be_empty: bool) -> None:
         self.version = version
-        self.maybe_empty = maybe_empty  # whether a role may have no scale
+        self.may_be_empty = may_be_empty  # whether a role may have no scale
         self.history_id: int | None = None  # see have_same_inputs
         # the history's version when the id was renewed; another one says that the history was written by hand since
         self.history_version: int | None = None
@@ -80,7 +80,7 @@ def facts_of(scale: Tensor) -> StateFacts:
     if type(facts) is not StateFacts:  # a new scale; or a copy, whose versions are its own
         facts = scale.__dict__[FACTS_ATTRIBUTE] = StateFacts(version, facts is not None or version <= 0)
     elif facts.version != version:
-        facts.version, facts.maybe_empty, facts.loads = version, False, {}
+        facts.version, facts.may_be_empty, facts.loads = version, False, {}
         if facts.history_id != IN_CUDA_GRAPH:  # whose replays enter more after any write
             facts.history_id = None
     return facts
@@ -153,7 +153,7 @@ def empty_state(state: State | None, role: int | None = None) -> None:
         return
     history_id, history_version = facts_of(state.scale).history_id, version_of(state.amax_history)
     with torch.no_grad():
-        for tensor in state[:2]:
+        for tensor in (state.scale, state.amax_history):
             (tensor if role is None else tensor[role]).zero_()
         (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled this history
     note_empty(state.scale)
@@ -167,7 +167,7 @@ def empty_state(state: State | None, role: int | None = None) -> None:
 def note_empty(scale: Tensor) -> None:
     """Note that a role may have no scale; nothing is noted in a compiled graph, where may_be_empty is always True."""
     if not torch.compiler.is_compiling():
-        facts_of(scale).maybe_empty = True
+        facts_of(scale).may_be_empty = True
 
 
 def may_be_empty(scale: Tensor) -> bool:
@@ -176,7 +176,7 @@ def may_be_empty(scale: Tensor) -> bool:
     Decided by this process's history, never by values, so that all ranks decide alike. In compiled code: always True,
     and the graph may look at the facts when it runs.
     """
-    return torch.compiler.is_compiling() or facts_of(scale).maybe_empty
+    return torch.compiler.is_compiling() or facts_of(scale).may_be_empty
 
 
 _fresh_histories = itertools.count(1)
@@ -231,15 +231,19 @@ def entering_input(state: State, input_cast: int) -> Iterator[None]:
         yield
         return
     facts, history = facts_of(state.scale), state.amax_history
-    old_id = new_id = facts.history_id
+    old_id = facts.history_id
     # by version_of, without the call
     was_written_by_hand = facts.history_version not in (None, -1 if history.is_inference() else history._version)
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
-        new_id = IN_CUDA_GRAPH
-    elif old_id and (was_written_by_hand or input_cast == UNKNOWN_CAST):
+        new_id: int | None = IN_CUDA_GRAPH
+    elif old_id in (None, IN_CUDA_GRAPH):
+        new_id = old_id
+    elif was_written_by_hand or input_cast == UNKNOWN_CAST:
         new_id = None
-    elif old_id and input_cast != INPUT_NOT_CAST:
+    elif input_cast == INPUT_NOT_CAST:
+        new_id = old_id
+    else:
         new_id = hash((old_id, current_graph_task_id(), input_cast))
     if old_id is not None or new_id is not None:
         facts_of(state.scale).history_id = new_id
@@ -263,7 +267,7 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> sorted(octavo.nn.delayed_state_dict(torch.nn.Sequential(layer)))
         ['0.delayed_amax_history', '0.delayed_scale']
     """
-    return {name: tensor.detach().clone() for name, tensor in _saved(model).items()}
+    return {name: tensor.detach().clone() for name, tensor in _saved_tensors(model).items()}
 
 
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -285,7 +289,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
         >>> octavo.nn.load_delayed_state_dict(layer, octavo.nn.delayed_state_dict(layer))
     """
-    tensors_of_model = _saved(model)
+    tensors_of_model = _saved_tensors(model)
     missing, unexpected = sorted(tensors_of_model.keys() - state.keys()), sorted(state.keys() - tensors_of_model.keys())
     if missing or unexpected:
         raise ValueError(
@@ -314,6 +318,6 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         module.state_was_loaded()  # type: ignore[operator]
 
 
-def _saved(model: nn.Module) -> dict[str, Tensor]:
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     layers = [(path, module) for path, module in model.named_modules() if state_of(module) is not None]
     return {f"{path}.{key}".removeprefix("."): getattr(layer, key) for path, layer in layers for key in SAVED_TENSORS}

@@ -367,8 +367,8 @@ class Recipe(_DerivedOfRecipe):
         pairs = (output[0], grad_weight[1]), (output[1], grad_input[1]), (grad_input[0], grad_weight[0])  # by role
         casts = tuple(RoleCasts(*pair, coincide=_coincide(*pair)) for pair in pairs)
         all_casts = [cast for pair in pairs for cast in pair if cast is not None]
-        delayed = [[cast for cast in pair if cast is not None and cast.is_delayed] for pair in pairs]
-        rule = _one_rule(delayed)
+        delayed_casts = [[cast for cast in pair if cast is not None and cast.is_delayed] for pair in pairs]
+        rule = _one_rule(delayed_casts)
         vars(self).update(  # frozen, so that nothing else sets them
             casts=casts,
             input_casts=casts[INPUT],
@@ -378,7 +378,7 @@ class Recipe(_DerivedOfRecipe):
             has_e2m1=any(cast.is_packed for cast in all_casts),
             is_high_precision=not all_casts,
             delayed=rule,
-            delayed_update=_delayed_update(delayed, rule),
+            delayed_update=_delayed_update(delayed_casts, rule),
             weight_key=str(casts[WEIGHT]),
             rows_unit=_rows_unit(casts[WEIGHT], casts[GRAD_OUTPUT]),
         )
@@ -445,12 +445,12 @@ def _check_packed_product(product: str, first: Cast, second: Cast) -> None:
             raise ValueError(f"Recipe: {product} rounds {role} randomly; rounding=Stochastic() is for grad_output")
 
 
-def _one_rule(delayed: Sequence[Sequence[Cast]]) -> Delayed | None:
+def _one_rule(delayed_casts: Sequence[Sequence[Cast]]) -> Delayed | None:
     """Return the rule of all Delayed casts, which are listed by role; raise ValueError if one history can't serve."""
-    rules: set[Any] = {cast.rule for casts in delayed for cast in casts}
+    rules: set[Any] = {cast.rule for casts in delayed_casts for cast in casts}
     if len(rules) > 1:
         raise ValueError(f"Recipe: a layer keeps one kind of history, but the casts ask for {sorted(map(str, rules))}")
-    for role, casts in zip(ROLES, delayed, strict=True):
+    for role, casts in zip(ROLES, delayed_casts, strict=True):
         if len({_as_scaled(cast) for cast in casts}) > 1:
             raise ValueError(
                 f"Recipe: {role} has one delayed scale but two casts, {casts[0]} and {casts[1]}; "
@@ -478,13 +478,13 @@ def _rows_unit(weight: RoleCasts, grad_output: RoleCasts) -> int:
     return math.lcm(*(cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL))
 
 
-def _delayed_update(delayed: Sequence[Sequence[Cast]], rule: Delayed | None) -> tuple[Any, ...]:
+def _delayed_update(delayed_casts: Sequence[Sequence[Cast]], rule: Delayed | None) -> tuple[Any, ...]:
     """Return ops' options for next scales: by role (max, power_of_two, margin) of its Delayed cast; and the reduction.
 
     A role without a Delayed cast is never rolled, so that any cast's options will do.
     """
-    chosen = [pair[0] if pair else Cast(E4M3, PerTensor(), Delayed()) for pair in delayed]
-    each = ((cast.limit, cast.power_of_two, cast.margin) for cast in chosen)
+    cast_of_role = [casts[0] if casts else Cast(E4M3, PerTensor(), Delayed()) for casts in delayed_casts]
+    each = ((cast.limit, cast.power_of_two, cast.margin) for cast in cast_of_role)
     return *zip(*each, strict=True), "max" if rule is None else rule.reduce
 
 
