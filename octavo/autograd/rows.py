@@ -14,13 +14,13 @@ class Parts(NamedTuple):
     Attributes:
         group: the group's name.
         roles: for each of the three, whether each rank has a part of it; else all of it.
-        scale_may_be_missing: whether a delayed scale may not be there yet; the same on all ranks of the group.
+        scale_may_be_empty: whether a delayed scale may be 0, without a history yet; the same on all ranks.
         rank: this rank's number.
     """
 
     group: str
     roles: tuple[bool, bool, bool]
-    scale_may_be_missing: bool = False
+    scale_may_be_empty: bool = False
     rank: int = 0
 
 

@@ -33,7 +33,7 @@ def scale_for(source: AnySource, cast: Cast, state: State | None, role: int, par
     if parts is not None and not parts.roles[role]:
         parts = None  # it is whole on each rank
     delayed = state if cast.is_delayed else None
-    if parts is None or (delayed is not None and not parts.scale_may_be_missing):
+    if parts is None or (delayed is not None and not parts.scale_may_be_empty):
         return None if delayed is None else delayed.in_force(role)
     if not cast.has_one_scale and not cast.is_packed:
         return None

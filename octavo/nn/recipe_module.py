@@ -327,20 +327,20 @@ class RecipeModule(WeightOwner):
         # experts are whole on each rank; only amaxes for the history are shared
         parts = rows.parts if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
         if parts is not None:  # after fresh_state, which empties the history of a weight that was written
-            may_be_missing = state is not None and may_be_empty(state.scale)  # then ranks take the tensor's own amax
-            rows = rows._replace(parts=parts._replace(scale_may_be_missing=may_be_missing))
+            scale_may_be_empty = state is not None and may_be_empty(state.scale)  # ranks then take the tensor's amax
+            rows = rows._replace(parts=parts._replace(scale_may_be_empty=scale_may_be_empty))
         weight = fp8_operands(self, weight_NK, parameter, grad_enabled and needs_input_grad, state, self.training, rows)
-        training = self.training and grad_enabled
-        if training and (state is not None or fp8.observer is not None) and finds_shapes():
+        commits = self.training and grad_enabled  # whether the forward counts, for the history and for observers
+        if commits and (state is not None or fp8.observer is not None) and finds_shapes():
             if torch.compiler.is_compiling() and state is not None:
                 raise UnsupportedOpError(
                     "a compiled stage of a pipeline finds shapes by a forward over memory that nobody wrote, which "
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
             # nothing enters the history, and no observer counts; a graph that is compiled now runs again later
-            training = torch.compiler.is_compiling()
-        observers = (fp8.observer,) if training and fp8.observer is not None else ()
-        return Layer(weight, fp8.recipe, state, training, observers, rows)
+            commits = torch.compiler.is_compiling()
+        observers = (fp8.observer,) if commits and fp8.observer is not None else ()
+        return Layer(weight, fp8.recipe, state, commits, observers, rows)
 
     @property
     def observing(self) -> Observer | None:

@@ -75,7 +75,7 @@ def test_both_casts_to_four_bits_read_one_amax_of_all_ranks(role, history_length
     amaxes = []
     monkeypatch.setattr(shared_scales, "maximum_over_ranks", lambda amax, group: amaxes.append(amax) or amax)
     recipe = recipes.nvfp4(history_length)
-    parts = Parts("no group of this name", (True, True, True), scale_may_be_missing=True)
+    parts = Parts("no group of this name", (True, True, True), scale_may_be_empty=True)
     layer = octavo.nn.Linear(32, 48, recipe=recipe)
     x = torch.randn(48, 32)
     shared = cast_role(x, CastRequest(recipe, role, True, True), layer.fp8.state, Rows(parts=parts))
