@@ -114,7 +114,7 @@ def feed_forward(
             return down(activate_alone(gate_up(rows, offsets)), offsets)
         tensors = [linear.layer_tensors() for linear in linears]
         dtype = grouped_dtype(rows, tensors[0][0], offsets)
-        parts = FusedParts(rows.to(dtype), (None, None), tensors, rows=(Rows(offsets),) * 2)
+        parts = FusedParts(rows.to(dtype), tensors, rows=(Rows(offsets),) * 2)
         return run_as_one(parts, None, linears, activation, dtype)
 
     if gate_up.feed_forward_on_ranks is not None:

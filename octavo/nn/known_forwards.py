@@ -75,6 +75,10 @@ class KnownForward(nn.Module):
         """
         return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not_fused(self)
 
+    def forward_of_own_class(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own class, which follows this one, computes."""
+        return super().forward(*args, **kwargs)
+
     @property
     def input_layers(self) -> list[Any]:
         """The layers that read the module's input and may be computed as one."""
@@ -115,14 +119,14 @@ class FeedForward(KnownForward):
         dropout = getattr(self, names.dropout) if names.dropout else None
         activation = activation_name(getattr(self, names.act), len(input_layers) == 2)
         if activation is None or not is_bypassable_linear(down) or not can_skip_dropout(dropout):
-            return super(KnownForward, self).forward(*args, **kwargs)
+            return self.forward_of_own_class(*args, **kwargs)
         tensors = weight, bias, parameter = down.layer_tensors()
         if is_dtensor(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
-            return super(KnownForward, self).forward(*args, **kwargs)
+            return self.forward_of_own_class(*args, **kwargs)
         if (first := as_one_layer(input_layers)) is not None:
             layers = [first.layer_tensors(), tensors]
             x = x.to(product_dtype(x, layers[0][0]))
-            return run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
+            return run_as_one(FusedParts(x, layers), None, [first, down], activation, x.dtype)
         gate = input_layers[0](x)
         up = input_layers[1](x) if len(input_layers) == 2 else None
         dtype = product_dtype(gate, weight)
@@ -241,9 +245,7 @@ class LeanRMSNorm(KnownForward):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = *args, *kwargs.values()
-        return (
-            self.norm_and_residual(x)[0] if self.can_be_lean(x) else super(KnownForward, self).forward(*args, **kwargs)
-        )
+        return self.norm_and_residual(x)[0] if self.can_be_lean(x) else self.forward_of_own_class(*args, **kwargs)
 
     def can_be_lean(self, x: Tensor) -> bool:
         """Whether a norm of x, or of its sum with a residual, is computed here."""
@@ -321,7 +323,7 @@ class DecoderLayer(KnownForward):
         )
         # its own class gives past_key_values their new name, cache
         if args or "past_key_values" in kwargs or not are_lean:
-            return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
+            return self.forward_of_own_class(hidden_states, *args, **kwargs)
         x, residual = norms[0].norm_and_residual(hidden_states)
         x, _ = self.self_attn(hidden_states=x, **(_DECODER_DEFAULTS | kwargs))
         if x.dtype == residual.dtype:
@@ -426,11 +428,11 @@ class Attention(KnownForward):
         tables: Any = None if "past_key_values" in kwargs else kwargs.get("position_embeddings")
         can_turn_here = not (args or tables is None or requires_grad(tables[0]) or requires_grad(tables[1]))
         if not can_turn_here or hidden_states.ndim != 3 or (joint_layer := as_one_layer(layers)) is None:
-            return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
+            return self.forward_of_own_class(hidden_states, *args, **kwargs)
         del kwargs["position_embeddings"]
         tensors = joint_layer.layer_tensors()
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
-        run = functools.partial(run_as_one, FusedParts(x, (None, None), [tensors]), None, [joint_layer], "", x.dtype)
+        run = functools.partial(run_as_one, FusedParts(x, [tensors]), None, [joint_layer], "", x.dtype)
         heads, kv_heads, _ = [layer.out_features // self.head_dim for layer in layers]
         query, key, value = self.heads_from(run, Positions(tables[0], tables[1], (heads, kv_heads), x.shape[0]))
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)

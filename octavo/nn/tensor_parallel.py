@@ -114,8 +114,8 @@ class FusedParts(NamedTuple):
     """This rank's shards of a fused module's input and parameters (all of them without a mesh)."""
 
     input: Tensor  # [..., K]
-    norm: tuple[Tensor | None, Tensor | None]  # gamma and beta [K]
     linears: Sequence[LayerTensors]
+    norm: tuple[Tensor | None, Tensor | None] = (None, None)  # gamma and beta [K]
     mesh: Any = None
     shape: Sequence[int] | None = None  # of the whole input, if there is a mesh
     rows: Sequence[Rows] = (DENSE, DENSE)  # of each layer; the first one's wire gathers the input
@@ -158,7 +158,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     """
     biases = [linear.bias for linear in linears]
     if not any(map(is_dtensor, weights)):
-        return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
+        return FusedParts(input, [*zip(weights, biases, weights, strict=True)], (norm.weight, norm.bias))
     from torch.distributed.tensor import Partial
 
     styles = [style_of(part) for part in (norm, *linears)]
@@ -193,7 +193,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     rank = mesh.get_local_rank()
     first_parts, second_parts = (Parts(group, roles, rank=rank) for roles in (_COLUMNWISE_ROLES, _ROWWISE_ROLES))
     rows = Rows(None, first_parts, wire), Rows(None, second_parts)
-    return FusedParts(x, (gamma, beta), local_linears, mesh, shape, rows)
+    return FusedParts(x, local_linears, (gamma, beta), mesh, shape, rows)
 
 
 def as_styles_return(parts: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:

@@ -135,7 +135,7 @@ def product(layers: tuple[Any, ...], x: Tensor) -> Tensor:
     """The layers' outputs beside each other, by one product."""
     joined = Joined(layers)
     assert joined.can_join()
-    result: Tensor = run_as_one(FusedParts(x, (None, None), [joined.layer_tensors()]), None, [joined], "", x.dtype)
+    result: Tensor = run_as_one(FusedParts(x, [joined.layer_tensors()]), None, [joined], "", x.dtype)
     return result
 
 

@@ -134,7 +134,7 @@ def test_a_feed_forward_is_octavos_own_bit_for_bit(saved: Cast | None) -> None:
     """vit's is fc1 and fc2 of a LayerNormMLP without its norm, llama's an RMSNormMLP, of one matrix for gate and up."""
     vit = build("vit", recipes.delayed()).vit.layers[0].mlp
     x = torch.randn(3, 17, 64)
-    parts = FusedParts(x, (None, None), [linear.layer_tensors() for linear in (vit.fc1, vit.fc2)])
+    parts = FusedParts(x, [linear.layer_tensors() for linear in (vit.fc1, vit.fc2)])
     assert torch.equal(vit(x), run_as_one(parts, None, [vit.fc1, vit.fc2], "gelu", x.dtype))
     recipe = dataclasses.replace(recipes.blockwise(), saved=saved)
     layer = build("llama", recipe).model.layers[0]
