@@ -31,8 +31,6 @@ CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 # (the tensor that the cast op reads, its arguments of an activation, by place, its other options, by name, which nobody
 # changes); a plain tuple costs each cast a call less than a NamedTuple
 _OpInput = tuple[Tensor, Sequence[Any], Mapping[str, Any]]
-# the op's arguments between x and the output: state, amaxes, scaling, how to make scales
-_CommitArguments = Sequence[Any]
 ForwardAmax = tuple[Tensor | None, Tensor | None]  # of the input and of the weight; None where a role was not cast
 
 
@@ -215,7 +213,7 @@ def _cast(
     scale: Tensor | None,
     request: CastRequest,
     layouts: tuple[bool, bool],
-    commit_arguments: _CommitArguments | None = None,
+    commit_arguments: Sequence[Any] | None = None,
 ) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
@@ -227,7 +225,8 @@ def _cast(
 
     Args:
         cast: that of x as it lies, unless only the transposed one of ``layouts`` is needed.
-        commit_arguments: with it the op is ``cast_and_commit``, which also enters amaxes into the delayed state.
+        commit_arguments: with them the op is ``cast_and_commit``, which also enters amaxes into the delayed state: its
+            arguments between x and the output, which are the state, forward's amaxes, scaling, how to make scales.
     """
     x, activation, options = op_input
     (as_is, transposed), role = layouts, request.role
@@ -247,12 +246,13 @@ def _cast(
     output = writes_transposed, pad, sums_columns, *activation
     if commit_arguments is None:
         q, q_t, scale_inv, amax, *results = kernels.cast(x, scale, role, *arguments, *output, **options, **cast.named)
+        if not cast.is_delayed:
+            amax = None
+        elif is_grouped:
+            amax = amax.amax(0, keepdim=True)  # groups share one history
     else:
         q, q_t, scale_inv, *results = kernels.cast_and_commit(x, *commit_arguments, *output, **options)
-    if commit_arguments is not None or not cast.is_delayed:
         amax = None
-    elif is_grouped:
-        amax = amax.amax(0, keepdim=True)  # groups share one history
     pair = (q, scale_inv) if as_is else None
     pair_t = None
     if transposed:
@@ -269,19 +269,14 @@ def _cast(
 
 
 def _cast_lying_transposed(
-    op_input: _OpInput,
-    cast: Cast,
-    scale: Tensor | None,
-    request: CastRequest,
-    commit_arguments: _CommitArguments | None,
+    op_input: _OpInput, cast: Cast, scale: Tensor | None, request: CastRequest, commit_arguments: Sequence[Any] | None
 ) -> Operands:
     """Cast a matrix for the transposed layout alone, for ``_cast``: x.t() is cast as it lies, as codes lie like it."""
     x, activation, options = op_input
     if "place" in options:
         options = {**options, "place": options["place"][::-1]}
     request = request._replace(column_sum=False)
-    operands = _cast((x.t(), activation, options), cast, scale, request, (True, False), commit_arguments)
-    return operands._replace(as_is=None, transposed=operands.as_is)
+    return _cast((x.t(), activation, options), cast, scale, request, (True, False), commit_arguments).swapped()
 
 
 def recast_alone(source: CastSource, recast: Recast, may_pad: bool) -> Tensor:

@@ -171,7 +171,7 @@ def _can_recast(first: Layer, second: Layer) -> bool:
     """
     if second.recipe.saved is not None or second.observers or first.rows.offsets is not None:
         return False
-    have_one_scale = second.recipe.input_casts.block == first.recipe.grad_output_casts.block == (ALL, ALL)
+    have_one_scale = second.recipe.input_casts.shared_tile == first.recipe.grad_output_casts.shared_tile == (ALL, ALL)
     return have_one_scale and first.recipe.may_pad == second.recipe.may_pad
 
 
@@ -323,7 +323,7 @@ def run_chain(tensors: ChainTensors, chain: Chain, leading: Sequence[int] | None
     if is_recorded(*tensors):
         results = _ChainFunction.apply(*tensors, chain)
     else:
-        result, y, _ = _forward(tensors, chain, ChainNeeds(*[False] * 7))
+        result, y, _ = _forward(tensors, chain, ChainNeeds(*[False] * len(ChainNeeds._fields)))
         results = _results(chain, result, y)
     if chain.positions is not None or x.ndim == 2:
         return results

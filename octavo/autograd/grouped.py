@@ -59,24 +59,23 @@ def cast_matrices(
     as_is, transposed = layouts
     dtype, tile, *scaling = cast.arguments if as_is else cast.arguments_transposed
     is_swapped = weight_GNK.mT.is_contiguous() and not weight_GNK.is_contiguous()  # a parameter stored [G, K, N]
-    laid = weight_GNK.mT if is_swapped else weight_GNK.contiguous()
-    if is_swapped:
+    matrices = weight_GNK.mT if is_swapped else weight_GNK.contiguous()
+    if is_swapped:  # from here on the layouts are those of ``matrices``
         tile, as_is, transposed = tile[::-1], transposed, as_is
-    groups, rows, _ = laid.shape
-    ends = torch.arange(rows, groups * rows + 1, rows, dtype=torch.int32, device=laid.device)
-    writes_transposed = transposed and needs_transposed_codes(laid.device)
-    arguments = laid.flatten(0, 1), delayed_scale, role, dtype, tile, *scaling, writes_transposed, pad
+    groups, rows, _ = matrices.shape
+    ends = torch.arange(rows, groups * rows + 1, rows, dtype=torch.int32, device=matrices.device)
+    writes_transposed = transposed and needs_transposed_codes(matrices.device)
+    arguments = matrices.flatten(0, 1), delayed_scale, role, dtype, tile, *scaling, writes_transposed, pad
     q, q_t, scale_inv, amax = kernels.cast(*arguments, offsets=ends, as_is=as_is or not writes_transposed)
     pair = pair_t = None
     if as_is or not writes_transposed:
-        pair = of_equal_groups(q, scale_inv, tile, laid.shape)
+        pair = of_equal_groups(q, scale_inv, tile, matrices.shape)
     if writes_transposed:
-        pair_t = of_equal_groups(q_t, scale_inv, tile, laid.shape, pad, transposed=True)
+        pair_t = of_equal_groups(q_t, scale_inv, tile, matrices.shape, pad, transposed=True)
     elif transposed:
         pair_t = pair[0].mT, pair[1].mT  # type: ignore[index]
-    pair = pair if as_is else None
-    first, second = (pair_t, pair) if is_swapped else (pair, pair_t)
-    return Operands(first, second, amax.amax(0, keepdim=True) if cast.is_delayed else None)
+    operands = Operands(pair if as_is else None, pair_t, amax.amax(0, keepdim=True) if cast.is_delayed else None)
+    return operands.swapped() if is_swapped else operands
 
 
 class Routing(NamedTuple):

@@ -302,7 +302,7 @@ class RoleCasts(NamedTuple):
     coincide: bool
 
     @property
-    def block(self) -> Tile | None:
+    def shared_tile(self) -> Tile | None:
         """The tile, of the tensor as it lies, of the cast that serves both layouts; None if they need two."""
         return self.as_is.tile if self.coincide and self.as_is is not None else None
 

@@ -73,6 +73,10 @@ class Operands(NamedTuple):
     recast_codes: Tensor | None = None
     source: WeightSource | None = None
 
+    def swapped(self) -> Operands:
+        """Return the operands of the tensor's transpose: the same, each in the other's place."""
+        return self._replace(as_is=self.transposed, transposed=self.as_is)
+
 
 def transposed_pair(qdata: Tensor, scale_inv: Tensor, may_pad: bool) -> tuple[Tensor, Tensor]:
     """Return a pair [..., R, C] as the product reads it that contracts R; on some devices a view.

@@ -175,9 +175,9 @@ class GatheredWeight(OperandsFacade):
             with torch.inference_mode() if old.is_inference() else preserve_version_counter(old):
                 old.copy_(new)
 
-    def operands(self, reader: WeightReader, transposed: bool) -> Operands:
-        """Return both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
-        reader.fp8.gather.read(self, reader)
+    def operands(self, module: WeightReader, transposed: bool) -> Operands:
+        """Return both pairs, as they were gathered; the module's gather notes that it reads them."""
+        module.fp8.gather.read(self, module)
         return self.read()
 
     def pair(self) -> ScaledTensor:

@@ -95,9 +95,7 @@ class MakeWeight:
         for tensor in self.local_tensors:  # allocated on FSDP2's stream, they must outlive this stream's reads
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        operands = self.read(received)
-        if self.swaps:
-            operands = operands._replace(as_is=operands.transposed, transposed=operands.as_is)
+        operands = self.read(received).swapped() if self.swaps else self.read(received)
         if out is not None:
             return on_this_rank(out).write(operands)  # type: ignore[attr-defined]
         codes = operands.as_is[0], operands.transposed[0]  # type: ignore[index]
@@ -366,9 +364,9 @@ class Gather:
             (not self.group, "octavo.convert(model, recipe) before fully_shard lets weights find scales together"),
             (sharded_dim != 0, f"it is not sharded by {'experts' if has_experts else 'rows'}"),
         )
-        if why is not None or is_cast_in_one_launch(casts.block, self.shape, ranks):
+        if why is not None or is_cast_in_one_launch(casts.shared_tile, self.shape, ranks):
             return why
-        has_uneven_experts = has_experts and rows % ranks != 0 and is_square(casts.block)
+        has_uneven_experts = has_experts and rows % ranks != 0 and is_square(casts.shared_tile)
         has_scales_of_rows = 1 in (as_is.tile[0], transposed.tile[1])  # which are one rank's each
         shares_two_scales = as_is.is_delayed or transposed.is_delayed or not (coincide or has_scales_of_rows)
         return first_reason(

@@ -93,7 +93,8 @@ class ShardCast:
 
     def __init__(self, casts: RoleCasts, shape: torch.Size, ranks: int, rank: int) -> None:
         assert casts.as_is is not None and casts.transposed is not None
-        self.shape, self.ranks, self.in_one_launch = shape, ranks, is_cast_in_one_launch(casts.block, shape, ranks)
+        self.shape, self.ranks = shape, ranks
+        self.in_one_launch = is_cast_in_one_launch(casts.shared_tile, shape, ranks)
         self.first_row = rows_of_rank(shape[0], ranks, rank).start
         self.cast_as_is = casts.as_is
         tiles = [(casts.as_is, casts.as_is.tile), (casts.transposed, casts.transposed.tile[::-1])]

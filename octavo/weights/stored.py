@@ -281,13 +281,13 @@ class StoredWeight(ShardHooks, Pair):
             return self.pair().dequantize()
         return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.low_bits).to(self.dtype)
 
-    def operands(self, reader: WeightReader, transposed: bool) -> Operands:
-        """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
+    def operands(self, module: WeightReader, transposed: bool) -> Operands:
+        """Return its codes for the module's products; on some devices also transposed, if backward needs that."""
         if self.granularity in FROZEN_ONLY:
-            return operands_of_codes((self.qdata, self.scale_inv), reader.fp8.recipe, WEIGHT, transposed, amax=None)
-        swaps = reader.stores_transposed
-        as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.fp8.recipe.may_pad, transposed or swaps)
-        return Operands(second, as_is) if swaps else Operands(as_is, second)
+            return operands_of_codes((self.qdata, self.scale_inv), module.fp8.recipe, WEIGHT, transposed, amax=None)
+        swaps = module.stores_transposed
+        operands = operands_of(self.qdata, self.scale_inv, module.fp8.recipe.may_pad, transposed or swaps)
+        return operands.swapped() if swaps else operands
 
     def gather_without_recipe(self, unshard: Unshard, module: torch.nn.Module) -> FirstHookResult:
         """Raise UnsupportedOpError: only octavo's modules read codes."""

@@ -27,7 +27,7 @@ from tests.support.definitions import same_bits
 def test_which_shards_are_cast_with_other_weights(granularity, shape, in_one_launch):
     transposed = granularity if granularity == PerRow() else granularity.transposed()
     recipe = octavo.Recipe(*[(Cast(E4M3, PerRow()), Cast(E4M3, of_weight)) for of_weight in (granularity, transposed)])
-    assert is_cast_in_one_launch(recipe.weight_casts.block, torch.Size(shape), 4) is in_one_launch
+    assert is_cast_in_one_launch(recipe.weight_casts.shared_tile, torch.Size(shape), 4) is in_one_launch
 
 
 # --- what ranks cast of their rows and send is together what the whole weight is cast into, bit for bit
