@@ -4,7 +4,7 @@
 |---|---|---|
 | it can't be converted | ``why_left_alone`` | ``why_not_selected``; convert with a ``select`` |
 | the same, and it is no linear layer, or too small | ``why_not_selected`` | convert without a ``select``; summary |
-| its weight is read without a call of it | ``past_reads`` | convert, summary |
+| its weight is read without a call of it | ``reads_of_weights`` | convert, summary |
 | all of these, or its ``select`` leaves it out | ``_why_not_chosen`` of convert.py | convert |
 | it is not fused | ``refusal`` of known_forwards.py | convert with ``fuse``; summary |
 """
@@ -212,7 +212,7 @@ def why_not_selected(module: nn.Module, converted: Sequence[nn.Module] = ()) -> 
     return f"{type(module).__name__} is not a linear layer"
 
 
-class PastReads(NamedTuple):
+class ReadsOfWeight(NamedTuple):
     """The class whose methods read the values of a layer's weight; whether they also call the layer or pass it on."""
 
     reader: str
@@ -222,9 +222,9 @@ class PastReads(NamedTuple):
         return f"a {self.reader} reads its weight without calling it"
 
 
-def past_reads(model: nn.Module) -> dict[int, PastReads]:
+def reads_of_weights(model: nn.Module) -> dict[int, ReadsOfWeight]:
     """Return, by ``id``, the linear layers whose weight's values are read by the module that holds them."""
-    reads_by_layer: dict[int, PastReads] = {}
+    reads_by_layer: dict[int, ReadsOfWeight] = {}
     for parent in model.modules():
         kind = class_of(parent)
         if kind.__module__.startswith(("torch.", "octavo.")):
@@ -233,10 +233,10 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
             if isinstance(layer, nn.Linear) or fp8_class(layer) is not None:
                 uses = uses_in(_methods(parent)).get(name, set())
                 if "read" in uses:
-                    reads_by_layer[id(layer)] = PastReads(kind.__name__, "called" in uses)
+                    reads_by_layer[id(layer)] = ReadsOfWeight(kind.__name__, "called" in uses)
         head = getattr(parent, "get_output_embeddings", lambda: None)()  # of a model of transformers
         if head is not None and (library := library_of_forward(parent)):
-            reads_by_layer.setdefault(id(head), PastReads(f"forward of {library}", True))
+            reads_by_layer.setdefault(id(head), ReadsOfWeight(f"forward of {library}", True))
     return reads_by_layer
 
 

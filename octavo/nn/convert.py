@@ -18,7 +18,7 @@ from octavo.nn.candidates import (
     experts_class,
     fp8_class,
     is_fsdp_class,
-    past_reads,
+    reads_of_weights,
     restore_class,
     why_left_alone,
     why_not_selected,
@@ -439,7 +439,7 @@ def _chosen(model: nn.Module, select: Select | None) -> list[Convertible]:
             f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "
             "{'blocks.0.up', 'blocks.0.down'}"
         )
-    reasons_by_id = {layer: str(reads) for layer, reads in past_reads(model).items() if not reads.is_called}
+    reasons_by_id = {layer: str(reads) for layer, reads in reads_of_weights(model).items() if not reads.is_called}
     targets: list[Convertible] = []
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():

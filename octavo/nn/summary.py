@@ -18,7 +18,7 @@ from octavo.nn.candidates import (
     expert_weights,
     fp8_class,
     library_of_forward,
-    past_reads,
+    reads_of_weights,
     shape_of,
     why_not_selected,
 )
@@ -225,12 +225,12 @@ class _Reasons:
 
     def __init__(self, model: nn.Module, is_in_fp8_by_id: Mapping[int, bool] | None, in_training: bool) -> None:
         self.is_in_fp8_by_id, self.in_training = is_in_fp8_by_id, in_training
-        self.past_reads, self.parts_of_fused = past_reads(model), _parts_of_fused(model)
+        self.reads_of_weights, self.parts_of_fused = reads_of_weights(model), _parts_of_fused(model)
         self.converted = [module for _, module in RecipeModule.named_in(model) if isinstance(module, nn.Linear)]
 
     def reason(self, module: nn.Module, key: str, recipe: Recipe | None) -> str:
         """Return ``ModuleSummary.reason`` of a module's parameter ``key``, which is converted with this recipe."""
-        reads = self.past_reads.get(id(module))
+        reads = self.reads_of_weights.get(id(module))
         if reads is not None and not reads.is_called:
             return str(reads)
         if recipe is None:

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import recipes
-from octavo.nn.candidates import MIN_FEATURES, features, large_enough, past_reads
+from octavo.nn.candidates import MIN_FEATURES, features, large_enough, reads_of_weights
 from tests.support.helpers import every_layer, to_fp8
 
 BIG = MIN_FEATURES
@@ -92,7 +92,7 @@ def test_a_layer_that_is_never_called_is_left_alone():
     net = model()
     assert type(net.mixer.dt) is nn.Linear
     names = {id(module): name for name, module in net.mixer.named_children()}
-    called = {names[layer]: reads.is_called for layer, reads in past_reads(net).items()}
+    called = {names[layer]: reads.is_called for layer, reads in reads_of_weights(net).items()}
     assert called == {"dt": False, "qkv": True, "fc": True}
     with pytest.warns(UserWarning, match=r"converted nothing: a Mixer reads its weight without calling it \(1 such"):
         octavo.convert(nn.ModuleDict({"mixer": Mixer(True)}), recipes.dynamic(), lambda m, name: name == "mixer.dt")
