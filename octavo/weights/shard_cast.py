@@ -124,9 +124,9 @@ class ShardCast:
             block_amaxes = kernels.amax(functional.pad(shard, (0, 0, rows_above, 0)) if rows_above else shard, tile)
         if block_amaxes.shape == grid:
             return block_amaxes
-        blocks = shard.new_zeros(grid, dtype=torch.float32)
-        blocks[first_block : first_block + len(block_amaxes)] = block_amaxes
-        return blocks
+        whole = shard.new_zeros(grid, dtype=torch.float32)
+        whole[first_block : first_block + len(block_amaxes)] = block_amaxes
+        return whole
 
     def prepare(
         self, shard: Tensor, before: ShardCodes | None, scales: WeightScales | None
@@ -162,11 +162,11 @@ class ShardCast:
         sent, shared_scales = list[Tensor](), list[Tensor]()
         for cast, tile, grid in self.layouts:
             if grid is not None:
-                blocks, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
-                scale = cast.scale_of(blocks)
+                block_amaxes, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
+                scale = cast.scale_of(block_amaxes)
                 shared_scales.append(scale_inv_from_scale(scale).to(cast.scale_inv_dtype))
                 if tile[0] != 1:
-                    x, rows_above = self._with_amax_rows(shard, blocks, tile)
+                    x, rows_above = self._with_amax_rows(shard, block_amaxes, tile)
         (first, *_), *others = self.layouts
         second = others[0].cast.as_second if others else {}
         q, q2, scale_inv, scale_inv2, *_ = kernels.cast(x, None, WEIGHT, *first.arguments, **second)
@@ -177,7 +177,7 @@ class ShardCast:
                 sent.append(scale_bytes(scales[rows], cast.power_of_two))
         return ShardCodes(tuple(sent), tuple(shared_scales))
 
-    def _with_amax_rows(self, shard: Tensor, blocks: Tensor, tile: Tile) -> tuple[Tensor, int]:
+    def _with_amax_rows(self, shard: Tensor, block_amaxes: Tensor, tile: Tile) -> tuple[Tensor, int]:
         """Return (the shard with rows of its blocks' amaxes, how many are above it), so that a cast finds their scales.
 
         Of a weight of 300 rows in blocks of 128, the second of three ranks has rows 100 to 199: the last 28 of block 0,
@@ -185,10 +185,11 @@ class ShardCast:
         and one row of block 1's amaxes, for the 56 rows that the third rank has. Where a block is all rows, one row of
         its amaxes follows the shard.
 
-        ``blocks``: the amax of each block of the whole weight, over all ranks; ``tile``: a block's size.
+        ``block_amaxes``: of each block of the whole weight, over all ranks; ``tile``: a block's size.
         """
         columns, end = shard.shape[1], self.first_row + len(shard)
-        wide = blocks.to(shard.dtype).repeat_interleave(columns if tile[1] == ALL else tile[1], 1)[:, :columns]
+        width = columns if tile[1] == ALL else tile[1]
+        wide = block_amaxes.to(shard.dtype).repeat_interleave(width, 1)[:, :columns]
         if tile[0] == ALL:
             return torch.cat([shard, wide]), 0
         if not len(shard):

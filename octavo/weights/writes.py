@@ -87,6 +87,7 @@ class KeptOperands:
         OPTIMIZER_STEPS.watch()
         self.recipe, self.cast, self.amax = recipe, cast, amax
         self.pairs = operands._replace(amax=amax) if cast.is_delayed else operands
+        self._weight: Tensor | None = None  # the one that was cast last, and below its storage and counters then
 
     def were_cast(self, weight: Tensor, captured: bool, state: State | None) -> None:
         """Note that the buffers were just cast from this weight, by this delayed state.
