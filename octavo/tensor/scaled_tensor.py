@@ -265,7 +265,7 @@ def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
     order = list(func(torch.empty(tuple(range(ndim)), device="meta"), *dims).shape)
     last, second_last = ndim - 1, ndim - 2
     if ndim < 2 or rows == cols == ALL or order[-2:] == [second_last, last] or (rows == 1 and order[-1] == last):
-        return _like(pair, qdata, scale_inv)
+        return _like(pair, qdata, scale_inv)  # tiles lie as before
     if order[-2:] == [last, second_last]:
         return _like(pair, qdata, scale_inv, pair.granularity.transposed())
     remedy = "exchange the last two dimensions, or call .dequantize() first"
@@ -277,13 +277,14 @@ def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
         return moves(func, pair, shape)
     qdata = func(pair.qdata, shape)
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
-    trailing = 0 if tile == (ALL, ALL) else 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
-    if new == old or (min(len(new), len(old)) >= trailing and new[len(new) - trailing :] == old[len(old) - trailing :]):
-        grid = scale_shape(new, tile)
-        if pair.numel() == 0 and pair.scale_inv.numel() != math.prod(grid):  # of tiles, which hold no element
-            return _like(pair, qdata, pair.scale_inv.new_ones(grid))
-        return _like(pair, qdata, pair.scale_inv.view(grid))
-    raise _cuts_tiles(f"{func} from {tuple(old)} to {tuple(new)}", pair, f"keep the last {trailing} dimension(s)")
+    tiled = 0 if tile == (ALL, ALL) else 1 if tile[0] == 1 else 2  # so many of the last dimensions are cut into tiles
+    keeps_tiled = min(len(new), len(old)) >= tiled and new[len(new) - tiled :] == old[len(old) - tiled :]
+    if new != old and not keeps_tiled:
+        raise _cuts_tiles(f"{func} from {tuple(old)} to {tuple(new)}", pair, f"keep the last {tiled} dimension(s)")
+    grid = scale_shape(new, tile)
+    if pair.numel() == 0 and pair.scale_inv.numel() != math.prod(grid):  # of tiles, which hold no element
+        return _like(pair, qdata, pair.scale_inv.new_ones(grid))
+    return _like(pair, qdata, pair.scale_inv.view(grid))
 
 
 def _slice(
@@ -297,13 +298,14 @@ def _slice(
         start = stop = 0
     qdata = func(pair.qdata, dim, start, stop, step)
     rows, cols = pair.granularity.tile
-    tile = ALL if rows == cols == ALL else {pair.ndim - 1: cols, pair.ndim - 2: rows}.get(dim, 1)
-    if tile == ALL:
+    # a tile's length along the dimension that is sliced
+    length = ALL if rows == cols == ALL else {pair.ndim - 1: cols, pair.ndim - 2: rows}.get(dim, 1)
+    if length == ALL:
         return _like(pair, qdata, pair.scale_inv)
-    if tile != 1 and (start % tile or step != 1):
+    if length != 1 and (start % length or step != 1):
         sliced = f"slice [{start}:{stop}:{step}] of dimension {dim}"
-        raise _cuts_tiles(sliced, pair, f"start at a multiple of {tile} with step 1")
-    return _like(pair, qdata, func(pair.scale_inv, dim, start // tile, tiles_along(stop, tile), step))
+        raise _cuts_tiles(sliced, pair, f"start at a multiple of {length} with step 1")
+    return _like(pair, qdata, func(pair.scale_inv, dim, start // length, tiles_along(stop, length), step))
 
 
 def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[ScaledTensor, ...]:
