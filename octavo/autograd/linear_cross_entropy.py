@@ -273,13 +273,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TK: Tensor,
-        weight_NK: Tensor,
-        bias: Tensor | None,
-        loss: LossOfRows,
-        layer: Layer,
-        x_casts: InputCasts | None,
+        ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer, x_casts: Any
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         x_to_save, x, number = input_operands(x_TK, layer, x_casts, needs[1])

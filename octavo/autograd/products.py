@@ -162,7 +162,8 @@ def plan_for_next_pass(plan: BackwardPlan) -> BackwardPlan:
     """Return the plan for a second backward over a kept graph (retain_graph).
 
     It casts grad_output by the scales that this pass reads, and commits only grad_output's amax: this pass has
-    committed forward's. Compiled code commits forward's amaxes in each pass, by the scales of that pass.
+    committed forward's. It may be called before or after that commit: the scales are those from before the pass.
+    Compiled code commits forward's amaxes in each pass, by the scales of that pass.
     """
     state = plan.layer.state if plan.layer.commits and plan.first_state is None else None
     if state is None or torch.compiler.is_compiling() or not keeps_graph():

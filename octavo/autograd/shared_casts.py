@@ -66,10 +66,10 @@ class _SharedCast(NamedTuple):
 class InputCasts:
     """The casts that layers have made in this forward of one tensor at one version, and which layers have read it."""
 
-    __slots__ = ("casts", "moment", "readers", "reference")
+    __slots__ = ("casts", "readers", "reference", "version_and_stream")
 
-    def __init__(self, reference: weakref.ref[Tensor], moment: tuple[int, Any]) -> None:
-        self.reference, self.moment = reference, moment  # the version, and on which stream it is read
+    def __init__(self, reference: weakref.ref[Tensor], version_and_stream: tuple[int, Any]) -> None:
+        self.reference, self.version_and_stream = reference, version_and_stream
         self.readers: set[int] = set()  # ids of layers
         self.casts: list[_SharedCast] = []
 
@@ -88,7 +88,7 @@ class InputCasts:
         return number
 
 
-_thread = threading.local()
+_thread = threading.local()  # its ``held``: {id of a tensor: its InputCasts}, in the order of their last reads
 
 
 def casts_to_share(x: Tensor, layer: object, is_view: bool = False) -> InputCasts | None:
@@ -108,14 +108,15 @@ def casts_to_share(x: Tensor, layer: object, is_view: bool = False) -> InputCast
         if (capturing := torch.cuda.is_current_stream_capturing()) and x.grad_fn is None:
             return None
         stream = current_raw_stream(x.get_device()), capturing
-    key, moment, tensors = id(x), (x._version, stream), vars(_thread).setdefault("tensors", {})
-    x_casts: InputCasts | None = tensors.pop(key, None)
-    if x_casts is None or x_casts.reference() is not x or x_casts.moment != moment or id(layer) in x_casts.readers:
-        x_casts = InputCasts(weakref.ref(x, lambda _: tensors.pop(key, None)), moment)
-        if len(tensors) >= MOST_HELD:
-            tensors.pop(next(iter(tensors), key), None)
+    key, version_and_stream, held = id(x), (x._version, stream), vars(_thread).setdefault("held", {})
+    x_casts: InputCasts | None = held.pop(key, None)
+    is_same = x_casts is not None and x_casts.reference() is x and x_casts.version_and_stream == version_and_stream
+    if x_casts is None or not is_same or id(layer) in x_casts.readers:
+        x_casts = InputCasts(weakref.ref(x, lambda _: held.pop(key, None)), version_and_stream)
+        if len(held) >= MOST_HELD:
+            held.pop(next(iter(held), key), None)  # the tensor that was read longest ago
     x_casts.readers.add(id(layer))
-    tensors[key] = x_casts  # the last
+    held[key] = x_casts  # behind all others
     return x_casts
 
 

@@ -97,7 +97,7 @@ def test_layers_under_autocast_share_the_cast_of_what_each_rounds():
 
 
 def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
-    tensors = vars(shared_casts._thread).setdefault("tensors", {})
+    tensors = vars(shared_casts._thread).setdefault("held", {})
     tensors.clear()
     model, x = layers(recipes.dynamic()), input_of()
     with torch.no_grad():
