@@ -87,7 +87,7 @@ def facts_of(scale: Tensor) -> StateFacts:
 
 
 class State(NamedTuple):
-    """A module's delayed state; see the file."""
+    """A module's delayed state: the tensors of the file's table."""
 
     scale: Tensor
     amax_history: Tensor

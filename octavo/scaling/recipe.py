@@ -190,7 +190,7 @@ class Cast(_DerivedOfCast):
     def __post_init__(self) -> None:
         for name, kind in (("format", Format), ("granularity", Granularity), ("rule", (Dynamic, Delayed))):
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"Cast: {name}={getattr(self, name)!r} is no {name}; e.g. {_EXAMPLES[name]}")
+                raise TypeError(f"Cast: {name}={getattr(self, name)!r} is no {name}; e.g. {_EXAMPLE_OF_FIELD[name]}")
         if self.format not in CAST_FORMATS.values():
             raise ValueError(f"Cast: format={self.format} is none that casts write; use {', '.join(_FORMATS)}")
         check_scale_options(self.power_of_two, self.margin, "Cast: ")
@@ -262,13 +262,13 @@ class Cast(_DerivedOfCast):
         try:
             cast = _value(ast.parse(text, mode="eval").body)
         except (SyntaxError, TypeError, ValueError, KeyError, RecursionError, MemoryError) as error:
-            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE} ({first_line(error)})") from error
+            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE_CAST} ({first_line(error)})") from error
         if not isinstance(cast, Cast):
-            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE}")
+            raise ValueError(f"{quoted} is no Cast, such as {_EXAMPLE_CAST}")
         return cast
 
 
-_EXAMPLE = "Cast(E4M3, PerTensor(), Dynamic())"
+_EXAMPLE_CAST = "Cast(E4M3, PerTensor(), Dynamic())"
 _FORMATS = {format.name: format for format in CAST_FORMATS.values()}
 _NAMES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed, Stochastic, Rotation)},
@@ -288,7 +288,7 @@ def _value(node: ast.AST) -> Any:
             return ast.literal_eval(node)
 
 
-_EXAMPLES = {"format": "octavo.E4M3", "granularity": "octavo.PerTensor()", "rule": "octavo.Dynamic()"}
+_EXAMPLE_OF_FIELD = {"format": "octavo.E4M3", "granularity": "octavo.PerTensor()", "rule": "octavo.Dynamic()"}
 
 
 class RoleCasts(NamedTuple):
