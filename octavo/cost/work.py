@@ -218,8 +218,8 @@ def _without_memory(model: nn.Module, left_out: Iterable[nn.Module] = ()) -> nn.
     """Return a copy of a model whose parameters and buffers have no memory; modules left out are not copied."""
     memo: dict[int, Any] = {id(module): module for module in left_out}
     for tensor in (*model.parameters(), *model.buffers()):
-        twin: Tensor = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        blank: Tensor = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
     return copy.deepcopy(model, memo)
 
 
@@ -238,17 +238,17 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     that are alike TRACED and one more are run. ``inputs``: as for ``estimate``. Raises ValueError if no result of the
     forward needs a gradient.
     """
-    return run_shorter(model, lambda twin: _traced(twin, inputs), _lengthened)
+    return run_shorter(model, lambda twin: _traced(twin, inputs), _extrapolated_work)
 
 
 def run_shorter(
-    model: nn.Module, run: Callable[[nn.Module], Result], lengthen: Callable[[Result, Result, int], Result]
+    model: nn.Module, run: Callable[[nn.Module], Result], extrapolate: Callable[[Result, Result, int], Result]
 ) -> Result:
     """Run a model, or run two short copies and extrapolate to all its blocks, if these are many and alike.
 
-    ``lengthen`` takes ``run`` of a copy of TRACED blocks, that of one of a block more, and how many more than TRACED
+    ``extrapolate`` takes ``run`` of a copy of TRACED blocks, that of one of a block more, and how many more than TRACED
     the model has: what a step does and keeps grows by the same with each block. Where blocks are not alike, a forward
-    counts on all of them, or ``lengthen`` raises ValueError, the model is run.
+    counts on all of them, or ``extrapolate`` raises ValueError, the model is run.
     """
     if (name := blocks_of(model)) is None:
         return run(model)
@@ -258,7 +258,7 @@ def run_shorter(
         # a forward that needs all blocks fails in a copy: by an index, a name, or a shape that does not fit, which
         # torch raises as RuntimeError; an error of the model itself comes again below
         with contextlib.suppress(IndexError, KeyError, ValueError, RuntimeError):
-            return lengthen(run(first_blocks(model, name, TRACED)), run(first_blocks(model, name, TRACED + 1)), more)
+            return extrapolate(run(first_blocks(model, name, TRACED)), run(first_blocks(model, name, TRACED + 1)), more)
     return run(model)
 
 
@@ -282,23 +282,26 @@ def _description(block: nn.Module) -> list[Any]:
     return modules
 
 
-def lengthened(short: Result, long: Result, more: int) -> Result:
-    """Return a tree whose numbers grow by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
+def extrapolated(short: Result, long: Result, more: int) -> Result:
+    """Return a tree of numbers for ``more`` blocks than ``short``'s, which grow with each by ``long`` - ``short``."""
     return pytree.tree_map(lambda x, y: x if x == y else x + more * (y - x), short, long)
 
 
-def _lengthened(short: Work, long: Work, more: int) -> Work:
-    """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
+def _extrapolated_work(short: Work, long: Work, more: int) -> Work:
+    """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more.
+
+    Numbers grow by the difference; layers and modules' inputs have names, which are those of block REPEATED again.
+    """
     assert short.blocks is not None
-    name = short.blocks.name
-    block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{REPEATED}.")}
-    repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
+    blocks = short.blocks.name
+    sizes = {name: size for name, size in short.inputs.items() if f"{name}.".startswith(f"{blocks}.{REPEATED}.")}
+    inputs = {_in_block(name, blocks, TRACED + i): size for i in range(more) for name, size in sizes.items()}
     numbers, longer = (work._replace(linears=(), inputs={}) for work in (short, long))
-    linears = _lengthened_linears(short.linears, name, more)
-    return lengthened(numbers, longer, more)._replace(linears=linears, inputs={**short.inputs, **repeated})
+    linears = _with_repeated_block(short.linears, blocks, more)
+    return extrapolated(numbers, longer, more)._replace(linears=linears, inputs={**short.inputs, **inputs})
 
 
-def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
+def _with_repeated_block(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
     """Return a model's layers with ``more`` blocks like the one of number REPEATED.
 
     Raises ValueError if the last two blocks' layers are not the same, one block after the other.
@@ -333,8 +336,8 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     convert_quietly(twin, high_precision(), lambda module, name: not any(sizes_of(module)))
     works_by_name, sizes = _watch(twin)
     traffic = _Counter()
-    name = blocks_of(twin)
-    marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
+    blocks = blocks_of(twin)
+    marks = [] if blocks is None else _marks(twin.get_submodule(blocks), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=traffic.products) as flop, traffic:
         if not (results := [result for result in _tensors(twin(*arguments)) if result.requires_grad]):
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
@@ -345,7 +348,7 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
         linears=linears,
         other_flop=max(flop.get_total_flops() - sum(work.flop * sum(work.products) for work in linears), 0.0),
         traffic=traffic.counts,
-        blocks=None if name is None else _blocks(name, twin, marks, traffic.counts),
+        blocks=None if blocks is None else _blocks(blocks, twin, marks, traffic.counts),
         attention=dict(traffic.attention),
         inputs=sizes,
         logits=0 if logits is None else logits.numel(),
