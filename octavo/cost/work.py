@@ -328,8 +328,10 @@ def _in_block(name: str, blocks: str, number: int) -> str:
 
 def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """Return the Work of a model, all of whose blocks are run."""
-    mode, twin, arguments = fakes_of(on_meta(model), tuple(inputs))
-    for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(tuple(inputs)), strict=True):
+    # a GPU's tensors too become fakes on the CPU, where those of parameters are
+    inputs = pytree.tree_map_only(Tensor, lambda x: x if x.device.type == "cpu" else x.to("meta"), tuple(inputs))
+    mode, twin, arguments = fakes_of(on_meta(model), inputs)
+    for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(inputs), strict=True):
         if isinstance(x, Tensor):
             fake.requires_grad_(x.requires_grad)
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
