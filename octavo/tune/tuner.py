@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.kernels.triton import cases
-from octavo.kernels.triton.launch import LARGE, TileTable
+from octavo.kernels.triton.launch import TileTable
 from octavo.tune.timing import timings
 
 LIBRARY = "library"
+LARGE = 64  # log2 of elements: more than any tensor has, so that it is the bucket of all sizes above the others
 FINALISTS, PRINTED = 6, 5  # configurations that are timed again, and those that are printed
 MOST_WARPS = 16
 # rows that a tile of a kind that transposes has at least; of large tensors a sector's, of codes of a byte
@@ -120,10 +121,10 @@ def _wrong(kind: str, config: ConfigNumbers, shape: Sizes) -> str:
 def _rank(kind: str, bucket: int, extent: Extent) -> Ranking:
     """Return the best configurations of one bucket, and octavo's own, by their time relative to the best."""
     first_case, *other_cases = cases.CASES_OF_KIND[kind]
-    own, *others = grid_of(kind, bucket, extent)
+    base, *others = grid_of(kind, bucket, extent)
     relative_times = functools.partial(_relative_times, kind, extent.buckets_of(kind)[bucket])
-    finalists = list(relative_times([own, *others], [first_case], extent.rounds))[:FINALISTS]
-    return relative_times(list(dict.fromkeys([*finalists, own])), [first_case, *other_cases], extent.final_rounds)
+    finalists = list(relative_times([base, *others], [first_case], extent.rounds))[:FINALISTS]
+    return relative_times(list(dict.fromkeys([*finalists, base])), [first_case, *other_cases], extent.final_rounds)
 
 
 def _relative_times(
@@ -160,13 +161,13 @@ def _tune_kind(kind: str, extent: Extent) -> Tuned:
     log_gains: list[float] = []
     for bucket, shapes in sorted(extent.buckets_of(kind).items()):
         ranking = _rank(kind, bucket, extent)
-        own, *_ = grid_of(kind, bucket, extent)
+        base, *_ = grid_of(kind, bucket, extent)  # octavo's own
         best = [f"{','.join(map(str, config))} {ranking[config]:.3f}" for config in [*ranking][:PRINTED]]
         print(f"{kind} <=2^{bucket} (config, time by the best's): {'; '.join(best)}", flush=True)
         for config in ranking:
             if not (problem := _wrong(kind, config, shapes[0])):
                 rows.append([bucket, *config])
-                log_gains += [math.log(ranking[own] / ranking[config])] if own in ranking else []
+                log_gains += [math.log(ranking[base] / ranking[config])] if base in ranking else []
                 break
             print(f"  FAILED {tuple(config)}: {problem}", flush=True)
     if rows:
