@@ -207,19 +207,19 @@ class _Times:
 
     def _add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> None:
         """Add a layer, but for the casts of the roles ``spared``; its LayerTime has all casts."""
-        multiplied = linear.product_seconds(recipe, self.rates)
-        cast = linear.cast_seconds(recipe, self.rates)
+        product_seconds = linear.product_seconds(recipe, self.rates)
+        cast_seconds = linear.cast_seconds(recipe, self.rates)
         if not recipe.is_high_precision:
             in_bf16 = sum(linear.product_seconds(high_precision(), self.rates))
-            self.layers.append(LayerTime(linear, in_bf16, sum(multiplied) + sum(cast.values())))
+            self.layers.append(LayerTime(linear, in_bf16, sum(product_seconds) + sum(cast_seconds.values())))
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
-        cast |= dict.fromkeys(spared, 0.0)
-        self.products += sum(multiplied)
-        self.casts += sum(cast.values())
+        cast_seconds |= dict.fromkeys(spared, 0.0)
+        self.products += sum(product_seconds)
+        self.casts += sum(cast_seconds.values())
         span = self._forward_span(linear.name)
-        output, *gradients = multiplied
-        self.device_seconds[span] += output + cast["input"] + cast["weight"]
-        self.device_seconds[AFTER] += sum(gradients) + cast["grad_output"]
+        output, *gradients = product_seconds
+        self.device_seconds[span] += output + cast_seconds["input"] + cast_seconds["weight"]
+        self.device_seconds[AFTER] += sum(gradients) + cast_seconds["grad_output"]
         self.host_seconds[span] += times.forward - times.cast * len(spared & {"input", "weight"})
         self.host_seconds[AFTER] += times.backward
 
