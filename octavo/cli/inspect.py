@@ -28,17 +28,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print the findings of a record, or which layers of a model lose too much in FP8."""
     source = run_in(options.folder)
+    is_run = checkpoint.RunFolder(source).holds_run()
     if options.against is not None and _is_record(other := run_in(options.against) / RECORD):
         options.against = other
     if options.apply:
-        if not checkpoint.RunFolder(source).holds_run():
+        if not is_run:
             raise WhatIfError(f"--apply: {source} is no run of octavo train: give --write FILE")
         options.write = source / RULES_FILE
     record = source / RECORD if _is_record(source / RECORD) else None  # of a run
-    if record is not None and not asked(options):
-        source = record
     options.folder = source
-    if checkpoint.RunFolder(source).holds_run() and not _is_record(source):
+    if record is not None and not asked(options):
+        options.folder = record
+        return inspect_command(options)
+    if is_run and not _is_record(source):
         return what_if_command(options, _run_as_subject(source, options.data), record)
     if source.exists() and (flags := asked(options)):
         raise WhatIfError(f"{', '.join(flags)}: {source} is a record, and these are for models")

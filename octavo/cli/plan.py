@@ -90,14 +90,14 @@ def _text(options: argparse.Namespace) -> str:
         rates = with_attention(rates, options.attention)
     inputs = from_flags.tokens_of(options.tokens, context)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
-    head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
-    head += f", by {state.algorithm}" * (state != StateConfig())
+    title = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    title += f", by {state.algorithm}" * (state != StateConfig())
     if options.gpus is None:
-        return _on_one_device(head, model, inputs, rates, options, state)
+        return _on_one_device(title, model, inputs, rates, options, state)
     of_mesh = {name: getattr(options, name) for name in OF_MESH}
     of_mesh |= {"gpus": options.gpus, "fuse": options.fuse, "algorithm": state.algorithm}
     of_mesh |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-    return f"{head}\n{plan_on_mesh(model, rates, **of_mesh).text()}"
+    return f"{title}\n{plan_on_mesh(model, rates, **of_mesh).text()}"
 
 
 def _require_consistent(options: argparse.Namespace, state: StateConfig) -> None:
@@ -130,21 +130,21 @@ def _flags(names: Sequence[str]) -> str:
 
 
 def _on_one_device(
-    head: str, model: nn.Module, inputs: tuple[Tensor], rates: Rates, options: argparse.Namespace, state: StateConfig
+    title: str, model: nn.Module, inputs: tuple[Tensor], rates: Rates, options: argparse.Namespace, state: StateConfig
 ) -> str:
-    """Return ``head`` with the options of a step on one device, its plan, and what to change if none fits."""
+    """Return the title with the options of a step on one device, its plan, and what to change if none fits."""
     of_optimizer: dict[str, Any] = {"algorithm": state.algorithm, "outstanding": state.outstanding_bytes}
     of_optimizer |= {"moments": state.moments, "master": or_none(state.master)}
-    changes = [f"moments {state.moments}, master {state.master}"] * (state != StateConfig())
-    changes += ["weights in FP8 under the recipes"] * (state.weight_storage == "fp8")
-    changes += [f"updates in backward by {state.update_in_backward}"] * (state.outstanding_bytes is not None)
-    changes += [f"head {options.head}"] * bool(options.head) + ["chunked loss"] * bool(options.loss)
+    has_options = state != StateConfig()
+    words = [f"moments {state.moments}, master {state.master}"] * has_options
+    words += ["weights in FP8 under the recipes"] * (state.weight_storage == "fp8")
+    words += [f"updates in backward by {state.update_in_backward}"] * (state.outstanding_bytes is not None)
+    words += [f"head {options.head}"] * bool(options.head) + ["chunked loss"] * bool(options.loss)
     settings: dict[str, Any] = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
     settings["weight_storage"] = or_none(state.weight_storage)
-    is_torchs = state == StateConfig()
-    settings["optimizer"] = torch.optim.AdamW if is_torchs else from_flags.optimizer_of(model, **of_optimizer)
+    settings["optimizer"] = from_flags.optimizer_of(model, **of_optimizer) if has_options else torch.optim.AdamW
     steps = estimates(model, inputs, rates, **settings)
-    lines = [", ".join([head, *changes]), describe_plan(steps, rates)]
+    lines = [", ".join([title, *words]), describe_plan(steps, rates)]
     if not fits(steps, rates):
         lines.append(change_that_fits(model, inputs, rates, of_optimizer, **settings))
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from octavo.cost.parts import (
     COUNTED,
     FUSED_LOSS,
     LOSS,
+    OCTAVO_KERNELS,
     PARTS,
     FusedPart,
     Moved,
@@ -33,8 +34,8 @@ from octavo.cost.work import (
     Traffic,
     Work,
     convert_quietly,
+    extrapolated,
     head_of,
-    lengthened,
     on_meta,
     run_shorter,
     work_of,
@@ -131,8 +132,8 @@ class Estimate:
 
 def orthogonalising_seconds(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
     """Return seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
-    *stacked, less, more = *shape[:-2], *sorted(shape[-2:])
-    large, small = (2.0 * math.prod(stacked) * less * less * size for size in (more, less))
+    matrices, (short, long) = math.prod(shape[:-2]), sorted(shape[-2:])
+    large, small = (2.0 * matrices * short * short * side for side in (long, short))  # FLOP of a product
     return steps * (2 * rates.product_seconds(IN_BF16, large) + rates.product_seconds(IN_BF16, small))
 
 
@@ -147,10 +148,10 @@ class NamedParameters:
 
 
 class _Times:
-    """Seconds of a step under a converted model's recipes, by kind, as in ``Estimate``; first without layers."""
+    """Seconds of a step by kind, as in ``Estimate``: of all but linear layers, to which ``add_layers`` adds these."""
 
     def __init__(self, work: Work, rates: Rates, fused: Iterable[FusedPart], kernels: Mapping[str, Moved]) -> None:
-        """Begin with all but linear layers; ``kernels``: the traffic of fused parts, by part."""
+        """Time all but linear layers, with the parts ``fused`` that ``kernels`` has computed by these."""
         self.work = work
         self.rates = rates
         other_products = work.other_flop - sum(work.attention.values())
@@ -158,10 +159,11 @@ class _Times:
         attention += rates.product_seconds(IN_BF16, other_products) if other_products > 0 else 0.0
         self.other_compiled = work.traffic.compiled / rates.copy + attention
         traffic = self._traffic(fused, kernels)
-        self.device_seconds = [each.bytes / rates.copy + each.ops * rates.launch for each in traffic]
-        share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)  # of forward
-        self.device_seconds[FORWARD] += share * attention
-        self.device_seconds[AFTER] += (1 - share) * attention
+        forward_share = 0.0 if work.blocks is None else ATTENTION_FLOP[0] / sum(ATTENTION_FLOP)
+        self.device_seconds = [
+            each.bytes / rates.copy + each.ops * rates.launch + share * attention
+            for each, share in zip(traffic, (forward_share, 1 - forward_share), strict=True)
+        ]
         self.other = sum(self.device_seconds)
         times = rates.host.get("operation", HostTime(0.0, 0.0))
         self.host_seconds = [traffic[FORWARD].ops * times.forward, traffic[AFTER].ops * times.backward]
@@ -172,7 +174,7 @@ class _Times:
         """Return the traffic in eager of each span, where these parts are fused."""
         of_blocks = NO_TRAFFIC if self.work.blocks is None else self.work.blocks.forward_traffic
         traffic = [of_blocks, self.work.traffic.less(of_blocks)]
-        for module, part, elements in fused:
+        for module, part, elements in (each for each in fused if each.part in kernels):
             change = Moved(*map(operator.sub, kernels[part], PARTS[part].plain))  # mostly below 0
             span = self._forward_span(module)
             traffic[span] = traffic[span].plus(Traffic(elements * change.forward, change.forward_launches, compiled=0))
@@ -186,16 +188,16 @@ class _Times:
         return FORWARD if blocks is not None and name.startswith(f"{blocks.name}.") else AFTER
 
     def add_layers(
-        self, modules: Mapping[str, nn.Module], weight_storage: str | None, uncast_head: LinearWork | None
+        self, recipes: Mapping[str, Recipe], weight_storage: str | None, uncast_head: LinearWork | None
     ) -> None:
         """Add the linear layers of the step, without casts that are not made.
 
-        ``uncast_head``: the head, if the loss writes its output's gradient in codes.
+        ``recipes``: those of converted layers, by name. ``uncast_head``: the head, if the loss writes its output's
+        gradient in codes.
         """
         cast_inputs = set()
         for linear in self.work.linears:
-            module = modules.get(linear.name)  # None for experts that are not converted
-            recipe = module.recipe if isinstance(module, RecipeModule) else high_precision()
+            recipe = recipes.get(linear.name, high_precision())
             cast_input = linear.input_reader, linear.grad_weight, recipe.input_casts
             spared = {"weight"} if weight_storage else set()
             spared |= {"input"} if cast_input in cast_inputs else set()
@@ -205,34 +207,47 @@ class _Times:
 
     def _add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> None:
         """Add a layer, but for the casts of the roles ``spared``; its LayerTime has all casts."""
-        multiplied = linear.product_seconds(recipe, self.rates)
-        cast = linear.cast_seconds(recipe, self.rates)
+        product_seconds = linear.product_seconds(recipe, self.rates)
+        cast_seconds = linear.cast_seconds(recipe, self.rates)
         if not recipe.is_high_precision:
-            in_bf16, _ = linear.seconds(high_precision(), self.rates)
-            self.layers.append(LayerTime(linear, in_bf16, sum(multiplied) + sum(cast.values())))
+            in_bf16 = sum(linear.product_seconds(high_precision(), self.rates))
+            self.layers.append(LayerTime(linear, in_bf16, sum(product_seconds) + sum(cast_seconds.values())))
         times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
-        cast |= dict.fromkeys(spared, 0.0)
-        self.products += sum(multiplied)
-        self.casts += sum(cast.values())
+        cast_seconds |= dict.fromkeys(spared, 0.0)
+        self.products += sum(product_seconds)
+        self.casts += sum(cast_seconds.values())
         span = self._forward_span(linear.name)
-        output, *gradients = multiplied
-        self.device_seconds[span] += output + cast["input"] + cast["weight"]
-        self.device_seconds[AFTER] += sum(gradients) + cast["grad_output"]
+        output, *gradients = product_seconds
+        self.device_seconds[span] += output + cast_seconds["input"] + cast_seconds["weight"]
+        self.device_seconds[AFTER] += sum(gradients) + cast_seconds["grad_output"]
         self.host_seconds[span] += times.forward - times.cast * len(spared & {"input", "weight"})
         self.host_seconds[AFTER] += times.backward
 
 
-def _newly_fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[FusedPart]:
-    """Return the parts that ``twin`` fuses and ``kernels`` has.
+def _converted_twin(
+    model: nn.Module, work: Work, recipe: Recipe | RecipeMap | None, select: Select | None, fuse: bool
+) -> tuple[nn.Module, list[FusedPart]]:
+    """Return (a copy of a model without memory, converted as for ``estimate``, and the parts that are fused by that).
 
-    Norms and residuals that ``model`` fuses already are left out: ``work`` counted those fused.
+    Parts are read before the copy is put into bf16: octavo joins layers in FP8 alone. Norms and residuals that
+    ``model`` fuses already are left out, as ``work`` counted those fused.
     """
+    twin = on_meta(model)
+    if recipe is not None:
+        convert_quietly(twin, recipe, select, fuse)
+    elif fuse:  # the same modules are fused as in FP8
+        convert_quietly(twin, default(), lambda *_: True, fuse)
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
-    parts = (each for each in fused_parts(twin, work) if each.module not in already or each.part not in COUNTED)
-    return [each for each in parts if each.part in kernels]
+    parts = fused_parts(twin, work) if fuse else ()
+    newly_fused = [each for each in parts if each.module not in already or each.part not in COUNTED]
+    if not RecipeModule.named_in(twin):
+        convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
+    elif recipe is None:
+        set_recipe(twin, high_precision())
+    return twin, newly_fused
 
 
-def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearWork | None]:
+def _chunked(work: Work, recipes: Mapping[str, Recipe]) -> tuple[int, LinearWork | None]:
     """Return (peak bytes of a chunked loss, the head whose grad_output is not cast; None if its recipe still casts it).
 
     The loss is octavo.nn.linear_cross_entropy, which writes codes of the logits' gradient in the place of a cast, but
@@ -240,11 +255,12 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[int, LinearW
     FP8.
     """
     head = head_of(work)
-    recipe = getattr(modules.get(head.name), "recipe", None) if head else None
+    recipe = recipes.get(head.name) if head else None
     if head is None or recipe is None or recipe.grad_input is None or recipe.grad_weight is None:
         why = "no layer computes logits" if head is None else f"the gradients of {head.name} are no products in FP8"
         raise PlanError(f"a chunked loss: {why}; it is planned for a head in FP8, such as by dynamic_with_output_hp()")
-    writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
+    gradient_cast, _ = recipe.grad_input  # of the operands: the logits' gradient, and the weight
+    writes_codes = form_of(gradient_cast) in ("tensor", "row")
     chunk_bytes = CHUNK + 2 * (not writes_codes)  # a gradient in bf16, that a cast reads
     chunk = min(work.logits, ROWS * head.out_features)
     input_gradient = 2 * head.sizes.input  # in bf16: forward computes it, chunk by chunk, and keeps it for backward
@@ -300,44 +316,40 @@ def estimate(
         True
     """
     recipe = None if recipe is None else as_recipe(recipe)
-    twin, work = on_meta(model), work or work_of(model, inputs)
-    is_fused_bf16 = fuse and recipe is None
-    if recipe is not None:
-        convert_quietly(twin, recipe, select, fuse)
-    elif is_fused_bf16:  # the same modules are fused as in FP8, and joined until the recipe below
-        convert_quietly(twin, default(), lambda *_: True, fuse)
-    modules = dict(twin.named_modules())
-    kernels = BF16_KERNELS if recipe is None else {part: each.fused for part, each in PARTS.items()}
-    parts = _newly_fused(model, twin, work, kernels) if fuse else []
+    work = work or work_of(model, inputs)
+    twin, parts = _converted_twin(model, work, recipe, select, fuse)
+    recipes = {name: module.recipe for name, module in RecipeModule.named_in(twin)}
     loss_bytes = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     uncast_head = None
     if chunked_loss:
-        loss_bytes, uncast_head = _chunked(work, modules)
+        loss_bytes, uncast_head = _chunked(work, recipes)
         parts = [each for each in parts if each.part != "loss"] + [FusedPart("", "chunked loss", work.logits)]
-    if is_fused_bf16:
-        set_recipe(twin, high_precision())
-    times = _Times(work, rates, parts, kernels)
-    times.add_layers(modules, weight_storage, uncast_head)
-    if not RecipeModule.named_in(twin):
-        convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
-    phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
+    times = _Times(work, rates, parts, BF16_KERNELS if recipe is None else OCTAVO_KERNELS)
+    times.add_layers(recipes, weight_storage, uncast_head)
     optimizer_of_twin = optimizer(NamedParameters(twin))
-    memory = PrecisionSchedule(twin, optimizer_of_twin, [phase]).plan().phases[0]  # puts the twin into the phase
-    meta_inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), tuple(inputs))
-    saved = run_shorter(twin, lambda shorter: predicted_by_kind(shorter, meta_inputs), lengthened)
+    phase = Phase(high_precision() if recipe is None else recipe, weight_storage=weight_storage or "same")
+    memory = _memory_in(phase, twin, optimizer_of_twin, inputs, loss_bytes)
     return Estimate(
-        name=FUSED_BF16 if is_fused_bf16 else IN_BF16 if recipe is None else getattr(recipe, "name", "map"),
+        name=(FUSED_BF16 if fuse else IN_BF16) if recipe is None else getattr(recipe, "name", "map"),
         products=times.products,
         casts=times.casts,
         other=times.other,
         optimizer=_update_seconds(memory, optimizer_of_twin, rates),
-        memory=replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss_bytes}),
+        memory=memory,
         layers=tuple(times.layers),
         other_compiled=times.other_compiled,
         device=tuple(times.device_seconds),
         host=tuple(times.host_seconds),
         loss=loss_bytes,
     )
+
+
+def _memory_in(phase: Phase, twin: nn.Module, optimizer: Optimizer, inputs: Sequence[Any], loss: int) -> PhasePlan:
+    """Put a model without memory, and its optimizer, into a phase; return a step's bytes, with so many of the loss."""
+    plan = PrecisionSchedule(twin, optimizer, [phase]).plan().phases[0]
+    meta_inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), tuple(inputs))
+    saved = run_shorter(twin, lambda shorter: predicted_by_kind(shorter, meta_inputs), extrapolated)
+    return replace(plan, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
 
 
 def _update_seconds(memory: PhasePlan, optimizer: Optimizer, rates: Rates) -> float:

@@ -86,8 +86,9 @@ PARTS = {
     # codes, as they lie and transposed; the launches of one chunk.
     "chunked loss": Part(_LOSS, by_launch([2, 2 + 1 + 1])),
 }
+OCTAVO_KERNELS = {name: part.fused for name, part in PARTS.items()}
 # parts that Liger-Kernel computes by a kernel each in bf16; others as their library writes them, no products joined
-BF16_KERNELS = {part: PARTS[part].fused for part in ("norm", "loss")} | {"rotary embedding": by_launch([4], [4])}
+BF16_KERNELS = {name: PARTS[name].fused for name in ("norm", "loss")} | {"rotary embedding": by_launch([4], [4])}
 BF16_KERNELS |= dict.fromkeys(("gated feed-forward", "gated feed-forward, apart"), by_launch([6], [10]))
 # parts that are fused in high precision too, in which a model's traffic is counted
 COUNTED = ("norm", "residual")

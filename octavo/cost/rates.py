@@ -243,10 +243,10 @@ def keep(rates: Rates) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    """Return the fields of the rates in a file by device; none if there is no file, or a damaged one."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(read_json(path))
-    except (OSError, ValueError, TypeError):
-        return {}
+    return {}
 
 
 def _of_file(fields: Any) -> Rates:

@@ -35,7 +35,7 @@ from octavo.scaling.recipe import Recipe
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(14, 7, -1))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
-WAITING = 64 << 20  # bytes of gradients that wait for an update in backward, as update_in_backward has by default
+OUTSTANDING_MB = 64  # MiB of gradients that wait for an update in backward, as update_in_backward has by default
 
 
 class Column(NamedTuple):
@@ -175,7 +175,7 @@ def _activations(estimates: Sequence[Estimate]) -> list[list[str]]:
 
 
 class SmallerStep(NamedTuple):
-    """Flags that make a step smaller, and what they change: its tokens, and arguments of ``step_in``."""
+    """Flags that make a step smaller, its tokens with them, and the arguments of ``step_in`` that they change."""
 
     flags: str
     tokens: int
@@ -184,8 +184,8 @@ class SmallerStep(NamedTuple):
 
 def changes(
     model: nn.Module, state: Mapping[str, Any], tokens: int, context: int, head: str | None = None
-) -> list[SmallerStep]:
-    """Return the changes to try for a step of so many tokens, first those that change least.
+) -> Iterator[SmallerStep]:
+    """Yield the changes to try for a step of so many tokens, first those that change least.
 
     They are fused operations, fewer sequences at a time, then moments, masters, weights and updates in FP8.
 
@@ -193,21 +193,20 @@ def changes(
         state: the arguments of ``optimizer_of``, where a change is one of these.
         head: the recipe of ``--head``, which is left out last: with some recipes a weight can't be stored in FP8.
     """
+    yield SmallerStep("--fuse", tokens, {"fuse": True})
     fewer = [context << power for power in range(tokens.bit_length()) if context << power < tokens]
-    compact = optimizer_of(model, **{**state, "moments": "fp8", "master": "split24"})
-    in_backward = optimizer_of(model, **{**state, "moments": "fp8", "master": "split16", "outstanding": WAITING})
-    in_fp8 = {"optimizer": in_backward, "weight_storage": "fp8"}
-    flags_in_fp8 = f"--weight-storage fp8 --moments fp8 --master split16 --update-in-backward {WAITING >> 20}MB"
-    smallest = SmallerStep(f"{flags_in_fp8} --fuse --tokens {context}", context, in_fp8 | {"fuse": True})
-    without_head = SmallerStep(f"{smallest.flags}, without --head {head}", context, smallest.settings | {"head": None})
-    return [
-        SmallerStep("--fuse", tokens, {"fuse": True}),
-        *(SmallerStep(f"--tokens {n}, with as many more micro-batches", n, {}) for n in reversed(fewer)),
-        SmallerStep("--moments fp8 --master split24", tokens, {"optimizer": compact}),
-        SmallerStep(flags_in_fp8, tokens, in_fp8),
-        smallest,
-        *([without_head] if head else []),
-    ]
+    for count in reversed(fewer):
+        yield SmallerStep(f"--tokens {count}, with as many more micro-batches", count, {})
+    compact = {**state, "moments": "fp8", "master": "split24"}
+    yield SmallerStep("--moments fp8 --master split24", tokens, {"optimizer": optimizer_of(model, **compact)})
+    in_fp8 = {**state, "moments": "fp8", "master": "split16", "outstanding": OUTSTANDING_MB << 20}
+    flags = f"--weight-storage fp8 --moments fp8 --master split16 --update-in-backward {OUTSTANDING_MB}MB"
+    settings: dict[str, Any] = {"optimizer": optimizer_of(model, **in_fp8), "weight_storage": "fp8"}
+    yield SmallerStep(flags, tokens, settings)
+    flags, settings = f"{flags} --fuse --tokens {context}", settings | {"fuse": True}
+    yield SmallerStep(flags, context, settings)
+    if head:
+        yield SmallerStep(f"{flags}, without --head {head}", context, settings | {"head": None})
 
 
 def change_that_fits(
@@ -228,12 +227,12 @@ def change_that_fits(
             step = step_in(name, model, tokens_of(change.tokens, context), rates, work(change.tokens), **options)
         except PlanError:  # a head whose output is not in FP8 can't be stored so
             continue
-        flags = change.flags
+        planned = change
         size = f"{step.peak / GIB:,.0f} GiB"
         if fits([step], rates):
-            return f"The smallest change that fits: {flags}. {name} takes {size} then."
+            return f"The smallest change that fits: {change.flags}. {name} takes {size} then."
     devices = 1 << math.ceil(math.log2(step.peak / rates.memory))
-    return f"Not even {flags} is enough ({size}). Plan for several devices: --gpus {devices} or more."
+    return f"Not even {planned.flags} is enough ({size}). Plan for several devices: --gpus {devices} or more."
 
 
 def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:

@@ -163,12 +163,12 @@ _Move = tuple[int | str, ...]  # (storage, "written"), or (storage, "read", afte
 
 
 class _Counter(OperationCounter):
-    """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``."""
+    """A mode that counts the Traffic of operations, except products: those with formulas of torch or its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = NO_TRAFFIC
-        self.products = self.formulas()
+        self.flop_formulas = self.formulas()
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
         self.origins: dict[int, _Origin] = {}  # by storage
         self.moved: set[_Move] = set()
@@ -179,9 +179,9 @@ class _Counter(OperationCounter):
         if not written or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
             return
         packet = func._overloadpacket
-        is_product = packet in flop_registry or packet in self.products
-        if packet in self.products and "attention" in func._schema.name:
-            self.attention[read[0].shape[-1]] += self.products[packet](*(x.shape for x in _tensors(args)))
+        is_product = packet in flop_registry or packet in self.flop_formulas
+        if packet in self.flop_formulas and "attention" in func._schema.name:
+            self.attention[read[0].shape[-1]] += self.flop_formulas[packet](*(x.shape for x in _tensors(args)))
         products = max([0, *(self._origin(x).products for x in read)])
         size = 0 if is_product else sum(x.nbytes for x in (*read, *written))
         compiled = self._compiled_bytes(read, products, is_product)
@@ -218,8 +218,8 @@ def _without_memory(model: nn.Module, left_out: Iterable[nn.Module] = ()) -> nn.
     """Return a copy of a model whose parameters and buffers have no memory; modules left out are not copied."""
     memo: dict[int, Any] = {id(module): module for module in left_out}
     for tensor in (*model.parameters(), *model.buffers()):
-        twin: Tensor = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        blank: Tensor = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
     return copy.deepcopy(model, memo)
 
 
@@ -238,17 +238,17 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     that are alike TRACED and one more are run. ``inputs``: as for ``estimate``. Raises ValueError if no result of the
     forward needs a gradient.
     """
-    return run_shorter(model, lambda twin: _traced(twin, inputs), _lengthened)
+    return run_shorter(model, lambda twin: _traced(twin, inputs), _extrapolated_work)
 
 
 def run_shorter(
-    model: nn.Module, run: Callable[[nn.Module], Result], lengthen: Callable[[Result, Result, int], Result]
+    model: nn.Module, run: Callable[[nn.Module], Result], extrapolate: Callable[[Result, Result, int], Result]
 ) -> Result:
     """Run a model, or run two short copies and extrapolate to all its blocks, if these are many and alike.
 
-    ``lengthen`` takes ``run`` of a copy of TRACED blocks, that of one of a block more, and how many more than TRACED
+    ``extrapolate`` takes ``run`` of a copy of TRACED blocks, that of one of a block more, and how many more than TRACED
     the model has: what a step does and keeps grows by the same with each block. Where blocks are not alike, a forward
-    counts on all of them, or ``lengthen`` raises ValueError, the model is run.
+    counts on all of them, or ``extrapolate`` raises ValueError, the model is run.
     """
     if (name := blocks_of(model)) is None:
         return run(model)
@@ -258,7 +258,7 @@ def run_shorter(
         # a forward that needs all blocks fails in a copy: by an index, a name, or a shape that does not fit, which
         # torch raises as RuntimeError; an error of the model itself comes again below
         with contextlib.suppress(IndexError, KeyError, ValueError, RuntimeError):
-            return lengthen(run(first_blocks(model, name, TRACED)), run(first_blocks(model, name, TRACED + 1)), more)
+            return extrapolate(run(first_blocks(model, name, TRACED)), run(first_blocks(model, name, TRACED + 1)), more)
     return run(model)
 
 
@@ -282,23 +282,26 @@ def _description(block: nn.Module) -> list[Any]:
     return modules
 
 
-def lengthened(short: Result, long: Result, more: int) -> Result:
-    """Return a tree whose numbers grow by ``long`` - ``short`` with a block, ``more`` blocks after ``short``."""
+def extrapolated(short: Result, long: Result, more: int) -> Result:
+    """Return a tree of numbers for ``more`` blocks than ``short``'s, which grow with each by ``long`` - ``short``."""
     return pytree.tree_map(lambda x, y: x if x == y else x + more * (y - x), short, long)
 
 
-def _lengthened(short: Work, long: Work, more: int) -> Work:
-    """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more."""
+def _extrapolated_work(short: Work, long: Work, more: int) -> Work:
+    """Return the Work of a model of ``more`` blocks more than ``short``'s TRACED; ``long``'s model has one more.
+
+    Numbers grow by the difference; layers and modules' inputs have names, which are those of block REPEATED again.
+    """
     assert short.blocks is not None
-    name = short.blocks.name
-    block_inputs = {key: size for key, size in short.inputs.items() if f"{key}.".startswith(f"{name}.{REPEATED}.")}
-    repeated = {_in_block(key, name, TRACED + i): size for i in range(more) for key, size in block_inputs.items()}
+    blocks = short.blocks.name
+    sizes = {name: size for name, size in short.inputs.items() if f"{name}.".startswith(f"{blocks}.{REPEATED}.")}
+    inputs = {_in_block(name, blocks, TRACED + i): size for i in range(more) for name, size in sizes.items()}
     numbers, longer = (work._replace(linears=(), inputs={}) for work in (short, long))
-    linears = _lengthened_linears(short.linears, name, more)
-    return lengthened(numbers, longer, more)._replace(linears=linears, inputs={**short.inputs, **repeated})
+    linears = _with_repeated_block(short.linears, blocks, more)
+    return extrapolated(numbers, longer, more)._replace(linears=linears, inputs={**short.inputs, **inputs})
 
 
-def _lengthened_linears(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
+def _with_repeated_block(linears: Sequence[LinearWork], blocks: str, more: int) -> tuple[LinearWork, ...]:
     """Return a model's layers with ``more`` blocks like the one of number REPEATED.
 
     Raises ValueError if the last two blocks' layers are not the same, one block after the other.
@@ -325,17 +328,19 @@ def _in_block(name: str, blocks: str, number: int) -> str:
 
 def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """Return the Work of a model, all of whose blocks are run."""
-    mode, twin, arguments = fakes_of(on_meta(model), tuple(inputs))
-    for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(tuple(inputs)), strict=True):
+    # a GPU's tensors too become fakes on the CPU, where those of parameters are
+    inputs = pytree.tree_map_only(Tensor, lambda x: x if x.device.type == "cpu" else x.to("meta"), tuple(inputs))
+    mode, twin, arguments = fakes_of(on_meta(model), inputs)
+    for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(inputs), strict=True):
         if isinstance(x, Tensor):
             fake.requires_grad_(x.requires_grad)
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
     convert_quietly(twin, high_precision(), lambda module, name: not any(sizes_of(module)))
-    works_by_name, sizes = _watch(twin)
-    traffic = _Counter()
-    name = blocks_of(twin)
-    marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
-    with mode, FlopCounterMode(display=False, custom_mapping=traffic.products) as flop, traffic:
+    works_by_name, input_sizes = _watch(twin)
+    counter = _Counter()
+    blocks = blocks_of(twin)
+    marks = [] if blocks is None else _marks(twin.get_submodule(blocks), counter)
+    with mode, FlopCounterMode(display=False, custom_mapping=counter.flop_formulas) as flop, counter:
         if not (results := [result for result in _tensors(twin(*arguments)) if result.requires_grad]):
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         logits = _logits(twin, results, arguments)
@@ -344,10 +349,10 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     return Work(
         linears=linears,
         other_flop=max(flop.get_total_flops() - sum(work.flop * sum(work.products) for work in linears), 0.0),
-        traffic=traffic.counts,
-        blocks=None if name is None else _blocks(name, twin, marks, traffic.counts),
-        attention=dict(traffic.attention),
-        inputs=sizes,
+        traffic=counter.counts,
+        blocks=None if blocks is None else _blocks(blocks, twin, marks, counter.counts),
+        attention=dict(counter.attention),
+        inputs=input_sizes,
         logits=0 if logits is None else logits.numel(),
     )
 
@@ -378,30 +383,30 @@ def _loss(results: Sequence[Tensor], logits: Tensor | None) -> Tensor:
 def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
     """Return the LinearWork of layers, and elements of the inputs of other modules, by name: filled by a forward."""
     works_by_name: dict[str, LinearWork] = {}
-    sizes: dict[str, int] = {}
+    input_sizes: dict[str, int] = {}
     readers: dict[tuple[int, int], str] = {}  # the first one of each input
     live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         inputs = _inputs(module, arguments, keywords)
-        (groups, columns, rows) = sizes_of(module)
-        if not columns:  # no layer
-            sizes[name] = sizes.get(name, 0) + sum(x.numel() for x in inputs[:1] if isinstance(x, Tensor))
+        matrices, in_features, out_features = sizes_of(module)
+        if not in_features:  # no layer
+            input_sizes[name] = input_sizes.get(name, 0) + sum(x.numel() for x in inputs[:1] if isinstance(x, Tensor))
             return
         x = inputs[0]
         weight = next(p for p in (weight_of(module), *module.parameters()) if p is not None)
-        tokens = x.numel() // columns
+        tokens = x.numel() // in_features
         reader = readers.setdefault((id(x), x._version), name)
         live_inputs.append(x)
         if name in works_by_name:  # called more than once: the rows of its products add up
-            tokens = tokens + works_by_name[name].tokens
+            tokens += works_by_name[name].tokens
             reader = ""
         needs = x.requires_grad, weight.requires_grad
-        works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups or 1, reader)
+        works_by_name[name] = LinearWork(name, tokens, in_features, out_features, *needs, matrices or 1, reader)
 
     for name, module in twin.named_modules():
         module.register_forward_hook(functools.partial(note, name), with_kwargs=True)
-    return works_by_name, sizes
+    return works_by_name, input_sizes
 
 
 def _inputs(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
@@ -410,15 +415,15 @@ def _inputs(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str
     return [*arguments, *(keywords[name] for name in sorted(keywords, key=names.index))]
 
 
-def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
+def _marks(blocks: Any, counter: _Counter) -> list[Traffic]:
     """Return the counts before and after a step's blocks, in forward and then in backward: filled by the step."""
     marks: list[Traffic] = []
 
     def mark(block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any = None) -> None:
-        marks.append(traffic.counts)
+        marks.append(counter.counts)
         x = _tensors(_inputs(block, arguments, keywords) if output is None else output)[0]
         if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
-            x.register_hook(lambda _: marks.append(traffic.counts))
+            x.register_hook(lambda _: marks.append(counter.counts))
 
     blocks[0].register_forward_pre_hook(mark, with_kwargs=True)
     blocks[-1].register_forward_hook(mark, with_kwargs=True)

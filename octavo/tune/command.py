@@ -103,7 +103,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
                 print(f"{kind}: left out, no time", flush=True)
                 continue
             try:
-                tuned = tuner.tune(kind, extent, {kind: tuned.rows for kind, tuned in tuned_by_kind.items()})
+                tuned = tuner.tune(kind, extent, {other: each.rows for other, each in tuned_by_kind.items()})
             except Exception as error:
                 print(f"{kind}: FAILED, {timing.describe(error)}", file=sys.stderr, flush=True)
                 failed = True

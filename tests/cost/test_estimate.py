@@ -166,6 +166,8 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
     assert chunks.loss == 8192 * 64 + 3 * 4096 * 64 + 2 * 8192 * 64
     with pytest.raises(PlanError, match="the gradients of lm_head are no products in FP8"):
         estimated(RecipeMap(recipes.delayed(), {"lm_head": None}), chunked_loss=True)
+    with pytest.raises(PlanError, match="the gradients of lm_head are no products in FP8"):
+        estimated(None, fuse=True, chunked_loss=True)
     with pytest.raises(PlanError, match="no layer computes logits"):
         estimate(nn.Linear(8, 8), (torch.ones(2, 8),), recipes.delayed(), rates, chunked_loss=True)
 

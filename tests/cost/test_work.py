@@ -12,6 +12,7 @@ from octavo import recipes
 from octavo.cost.estimate import Estimate, estimate
 from octavo.cost.rates import PUBLISHED
 from octavo.cost.work import TRACED, LinearWork, Work, on_meta, run_shorter, work_of
+from octavo.private import FakeTensorMode
 from octavo.train import GPT, ModelConfig
 from tests.support.combinations import in_full
 
@@ -34,6 +35,13 @@ def test_work_is_that_of_a_real_step() -> None:
     assert work.other_flop == scores * (2 + 5)  # forward two products, backward five: torch counts them from 2.15 on
     assert {layer.name for layer in work.linears} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert work.traffic.bytes > sum(p.numel() for p in model.parameters())
+
+
+def test_inputs_on_a_gpu_are_counted_as_on_a_cpu() -> None:
+    with FakeTensorMode():
+        on_gpu = torch.empty(TOKENS.shape, dtype=torch.int64, device="cuda:0")
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+    assert work_of(model, (on_gpu,)) == work_of(model, (TOKENS,))
 
 
 def test_operations_between_products_are_one_kernel_where_compiled() -> None:

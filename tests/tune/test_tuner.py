@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 
 def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleType, kernels: TritonKernels) -> None:
     launch = kernels.module("launch")
+    assert tuner.LARGE == launch.LARGE
     assert launch.TABLE.keys() == tuner.cases.CASES_OF_KIND.keys() - {tuner.LIBRARY}
     for kind in launch.TABLE:
         if kind == "matmul_scaled" and kernels.module("matmul")._architecture() // 10 not in (0, 10):

@@ -41,10 +41,8 @@ class RankStep(Rank):
         """Seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
         layout, rates, model, hardware = self.layout, self.hardware.rates, self.model_shapes, self.hardware
         layers = [layer_seconds(self, weight) for weight in self.rank_shapes.block if weight.converted]
-        other = (
-            3 * BF16 * model.elementwise_elements * self.tokens / layout.tensor / rates.copy
-            + model.launches * rates.launch
-        )
+        moved = 3 * BF16 * model.elementwise_elements * self.tokens / layout.tensor  # backward as twice forward
+        other = moved / rates.copy + model.launches * rates.launch
         flop = 2.0 * self.tokens * layout.sequence_length * model.attention_features / layout.tensor
         backward = ATTENTION_FLOP[1] / ATTENTION_FLOP[0] * flop
         attention = flop / hardware.attention_forward + backward / hardware.attention_backward
