@@ -82,13 +82,13 @@ Momentum,
 @ octavo/kernels/cpu/optimizer_step.cpp << };\n\n}  // namespace
 , FP8_BF16
 @ octavo/kernels/cpu/optimizer_step.cpp <    case FP8_FP32: std::memcpy(w,
-    case FP8_BF16: for (int j = 0; j < width; j++) w[j] = from_bf16(uint16_t(rest16[j])); break;
+    case FP8_BF16: for (int j = 0; j < width; j++) w[j] = from_bf16(uint16_t(low16[j])); break;
 @ octavo/kernels/cpu/optimizer_step.cpp <    case FP8_STOCHASTIC:\n
     case FP8_BF16:
         for (int j = 0; j < width; j++) {
-            codes[j] = encode(w[j] * scale, E4M3, false, 0);
-            rest16[j] = int16_t(to_bf16_stochastic(w[j], random[j]));
-            w[j] = from_bf16(uint16_t(rest16[j]));
+            codes[j] = encode_nearest(w[j] * scale, E4M3);
+            low16[j] = int16_t(to_bf16_stochastic(w[j], random[j]));
+            w[j] = from_bf16(uint16_t(low16[j]));
         }
         largest = finite_amax(w, width) * scale;
         break;

@@ -6,13 +6,14 @@
 
 extern "C" {
 
+// Python packs it: library.py reads this declaration, whose lines are a type and names.
 struct Scaling {
     uint8_t *codes, *transposed;   // [R, C] and transposed [C, R]; null where they are not written
     void *scale_inv;               // one number a tile, float32 or E8M0
     float *amax;
     const float *delayed_scale;    // the scale, or 0 where amax makes it; null: amax does
-    int64_t rows, cols, codes_stride, transposed_stride, scale_stride[2], amax_stride[2];
-    int64_t tile_rows, tile_cols;  // -1: all
+    int64_t rows, cols, codes_stride, transposed_stride;
+    int64_t scale_row_stride, scale_col_stride, amax_row_stride, amax_col_stride, tile_rows, tile_cols;  // of tiles -1: all
     int64_t is_e8m0, is_e5m2, power_of_two;
     double limit;                  // the format's largest number, over 2^margin
     bool spans() const { return tile_rows < 0; }
@@ -27,6 +28,7 @@ struct Scaling {
 };
 
 }  // extern "C"
+SIZE_OF(Scaling)
 
 namespace {
 
@@ -47,7 +49,8 @@ constexpr int32_t NAN_CODE = 0x7F;
 // Raise ``amax`` [tiles] to those of a row of tiles, of which these are rows; whether one has inf or NaN. column_max:
 // memory for the columns' largest magnitudes, as bits.
 template <class X>
-bool raise_amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, float *amax, std::vector<typename X::Bits> &column_max) {
+bool raise_amax(
+    const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, float *amax, std::vector<typename X::Bits> &column_max) {
     using Bits = typename X::Bits;
     column_max.assign(to - from == 1 ? 0 : s.cols, 0);
     for (int64_t row = from; row < to && !column_max.empty(); row++) {
@@ -81,15 +84,10 @@ bool raise_amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, 
 
 // Write the amaxes ``numbers`` [tiles] of a row of tiles and their scale_inv; replace them by their scales.
 void write_scales(const Scaling &s, int64_t i, float *numbers) {
-    for (int64_t j = 0; j < s.tiles(); j++) s.amax[i * s.amax_stride[0] + j * s.amax_stride[1]] = numbers[j];
-    for (int64_t j = 0; j < s.tiles(); j++) {
-        float scale = float(s.limit) / numbers[j];
-        scale = float_of(bits_of(scale) & (s.power_of_two ? INFINITE : -1));
-        scale = scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;
-        numbers[j] = numbers[j] > 0.0f ? scale : 1.0f;
-    }
+    for (int64_t j = 0; j < s.tiles(); j++) s.amax[i * s.amax_row_stride + j * s.amax_col_stride] = numbers[j];
+    for (int64_t j = 0; j < s.tiles(); j++) numbers[j] = scale_from_amax(numbers[j], float(s.limit), s.power_of_two);
     if (s.delayed_scale && *s.delayed_scale != 0.0f) std::fill_n(numbers, s.tiles(), *s.delayed_scale);
-    const int64_t first = i * s.scale_stride[0], step = s.scale_stride[1], tiles = s.tiles();
+    const int64_t first = i * s.scale_row_stride, step = s.scale_col_stride, tiles = s.tiles();
     if (s.is_e8m0)
         for (int64_t j = 0; j < tiles; j++) ((uint8_t *)s.scale_inv)[first + j * step] = uint8_t(bits_of(1.0f / numbers[j]) >> 23);
     else
@@ -156,8 +154,8 @@ void transpose(uint8_t *out, int64_t stride, const uint8_t *in, int64_t height, 
         }
 }
 
-// Return the number of each column's tile, of those of a row of tiles, which may be in ``memory`` [width].
-INLINE const float *of_columns(const Scaling &s, const float *tiles, int64_t col, int64_t width, float *memory) {
+// Return the scale of each column from ``col`` on, by those of a row of tiles; it may lie in ``memory`` [width].
+INLINE const float *scales_of_columns(const Scaling &s, const float *tiles, int64_t col, int64_t width, float *memory) {
     if (s.tile_cols == 1) return tiles + col;
     for (int64_t j = 0; j < width;) {
         int64_t tile = (col + j) / s.width(), end = std::min((tile + 1) * s.width() - col, width);
@@ -168,7 +166,9 @@ INLINE const float *of_columns(const Scaling &s, const float *tiles, int64_t col
 
 // Write the codes of up to HEIGHT rows. ``scales`` [tile rows, tiles]: from the row of tiles ``first`` on.
 template <class X, class F>
-void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty, std::vector<Piece> &pieces) {
+void write_codes(
+    const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty,
+    std::vector<Piece> &pieces) {
     alignas(64) float column_scales[PIECES * WIDTH];
     for (int64_t block = 0; block < s.cols; block += PIECES * WIDTH) {
         int64_t end = std::min(s.cols, block + PIECES * WIDTH), tile_row = -1;
@@ -176,7 +176,7 @@ void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to,
         for (int64_t row = from; row < to; row++) {
             if (row / s.height() != tile_row) {
                 tile_row = row / s.height();
-                scale = of_columns(s, scales + (tile_row - first) * s.tiles(), block, end - block, column_scales);
+                scale = scales_of_columns(s, scales + (tile_row - first) * s.tiles(), block, end - block, column_scales);
             }
             Piece *piece = pieces.data();
             for (int64_t col = block; col < end; col += WIDTH, piece++) {
@@ -191,7 +191,8 @@ void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to,
         }
         const Piece *piece = pieces.data();
         for (int64_t col = block; s.transposed && col < end; col += WIDTH, piece++)
-            transpose(s.transposed + col * s.transposed_stride + from, s.transposed_stride, piece->codes, to - from, std::min(end - col, WIDTH));
+            transpose(
+                s.transposed + col * s.transposed_stride + from, s.transposed_stride, piece->codes, to - from, std::min(end - col, WIDTH));
     }
 }
 
@@ -203,7 +204,7 @@ template <class X> bool amax(const Scaling &s, const Matrix<X> &m, int64_t from,
         faulty[share] = raise_amax<X>(s, m, first, last, tile_amaxes[share].data(), column_max);
     });
     for (int64_t j = 0; j < s.tiles(); j++) {
-        float &out = s.amax[j * s.amax_stride[1]];
+        float &out = s.amax[j * s.amax_col_stride];
         if (from == 0) out = 0.0f;
         for (auto &of_rows : tile_amaxes) out = std::max(out, of_rows[j]);
     }
@@ -215,7 +216,7 @@ void cast(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, bool f
     auto write = s.is_e5m2 ? write_codes<X, E5M2> : write_codes<X, E4M3>;
     int64_t unit = s.spans() ? HEIGHT : (HEIGHT + s.height() - 1) / s.height() * s.height(), tiles = s.tiles();
     std::vector<float> spanning_scales(s.spans() ? tiles : 0);
-    for (size_t j = 0; j < spanning_scales.size(); j++) spanning_scales[j] = s.amax[j * s.amax_stride[1]];
+    for (size_t j = 0; j < spanning_scales.size(); j++) spanning_scales[j] = s.amax[j * s.amax_col_stride];
     if (s.spans()) write_scales(s, 0, spanning_scales.data());
     in_threads(threads, from, to, unit, [&](int64_t, int64_t begin, int64_t end) {
         std::vector<float> tile_scales;
@@ -269,9 +270,9 @@ template <class Work> INLINE void with_scales(const Scaling &s, int64_t from, in
     const float *scales = nullptr;
     for (int64_t row = from; row < to; row++) {
         if (row == from || row % s.height() == 0) {
-            int64_t first = row / s.height() * s.scale_stride[0];
-            for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = s.read_scale_inv(first + j * s.scale_stride[1]);
-            scales = of_columns(s, tiles.data(), 0, s.cols, memory.data());
+            int64_t first = row / s.height() * s.scale_row_stride;
+            for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = s.read_scale_inv(first + j * s.scale_col_stride);
+            scales = scales_of_columns(s, tiles.data(), 0, s.cols, memory.data());
         }
         work(row, scales);
     }
@@ -325,7 +326,8 @@ template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m
             for (int64_t bin = 0; bin < EXPONENTS; bin++) counts[COUNTED + bin] += double(some[bin]);
     });
     for (auto &counts : of_shares)
-        for (int64_t i = 0; i < COUNTED + EXPONENTS; i++) totals[i] = i == AMAX ? std::max(totals[i], counts[i]) : totals[i] + counts[i];
+        for (int64_t i = 0; i < COUNTED + EXPONENTS; i++)
+            totals[i] = i == AMAX ? std::max(totals[i], counts[i]) : totals[i] + counts[i];
     totals[ELEMENTS] = double(s.rows * s.cols), totals[NONFINITE] = totals[COUNTED + EXPONENTS - 1];
 }
 
@@ -333,7 +335,9 @@ template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m
 // of reference/activation.py. ``value`` and ``slope``: the gate's; silu: ``value`` is its sigmoid, ``slope`` nothing.
 // Without dy ``out`` may be ``value``; with it, ``y`` is where the activation goes too, or null.
 template <bool silu, class X, class Y>
-INLINE void multiply_gate(float *out, const float *value, const float *slope, const typename X::Bits *h, const typename Y::Bits *dy, float *y, int64_t cols) {
+INLINE void multiply_gate(
+    float *out, const float *value, const float *slope, const typename X::Bits *h, const typename Y::Bits *dy, float *y,
+    int64_t cols) {
     if (float *activation = dy ? y : out) {
 #pragma GCC ivdep
         for (int64_t j = 0; j < cols; j++) activation[j] = (silu ? value[j] * X::value(h[j]) : value[j]) * X::value(h[cols + j]);
@@ -371,7 +375,10 @@ extern "C" void octavo_decode(const Scaling *s, void *out, int kind, int64_t thr
 
 // Add to ``totals`` [264] what reference/cast_statistics.py's ``measured`` finds of x and its codes.
 extern "C" void octavo_count(const Scaling *s, void *x, int64_t stride, int kind, int64_t threads, double *totals) {
-    on_kind(kind, x, stride, [&](auto m) { s->is_e5m2 ? count_rows<E5M2>(*s, m, threads, totals) : count_rows<E4M3>(*s, m, threads, totals); });
+    on_kind(kind, x, stride, [&](auto m) {
+        if (s->is_e5m2) count_rows<E5M2>(*s, m, threads, totals);
+        else count_rows<E4M3>(*s, m, threads, totals);
+    });
 }
 
 // Write reference/activation.py's ``gated`` to dense rows of float32 from h [rows, 2 cols] and dy [rows, cols], or null;
@@ -388,7 +395,8 @@ extern "C" void octavo_gated(
                 for (int64_t i = first; i < last; i++) {
                     const float *slopes = slope ? slope + i * cols : nullptr;
                     const typename Y::Bits *gradient = dy ? dys.row(i) : nullptr;
-                    multiply(out + i * cols * (dy ? 2 : 1), value + i * cols, slopes, hs.row(i), gradient, y ? y + i * cols : nullptr, cols);
+                    float *activation = y ? y + i * cols : nullptr, *row = out + i * cols * (dy ? 2 : 1);
+                    multiply(row, value + i * cols, slopes, hs.row(i), gradient, activation, cols);
                 }
             });
         });

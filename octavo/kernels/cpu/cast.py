@@ -51,7 +51,7 @@ from octavo.kernels.reference.rotary import rotary
 # 16 MiB. Swiglu of [2048, 2048] is cast in 3.2 ms where all is kept, in 5.4 ms where nothing is (2 cores, Intel Xeon).
 KEPT = 1 << 22
 ROWS_OF_A_THREAD = 64  # cast.cpp's HEIGHT, by which it divides rows among threads
-_THREADS = 8  # the most threads by which a chunk is made larger
+_MOST_THREADS = 8  # the most threads by which a chunk is made larger
 _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which together are to fit a cache
 
 
@@ -86,12 +86,12 @@ def write(
     matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
         if packs:
-            _by_cpp(functions, target, shape, by_columns).cast(*matrix, -1)
+            _for_cpp(functions, target, shape, by_columns).cast(*matrix, -1)
         else:
             functions.octavo_cast(described(target, shape, by_columns), *matrix, -1)
 
 
-class _ByCpp(NamedTuple):
+class _CppTarget(NamedTuple):
     """A target as C++ writes it.
 
     Attributes:
@@ -110,7 +110,7 @@ class _ByCpp(NamedTuple):
     unit: int
 
 
-def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _ByCpp:
+def _for_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> _CppTarget:
     """Return how C++ casts a matrix of this shape, or its transpose where it lies ``by_columns``, into a target."""
     scaling = target.scaling
     has_scale = scaling.delayed_scale is not None and scaling.delayed_scale.tolist()[scaling.role] != 0
@@ -118,7 +118,7 @@ def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by
         height = scaling.tile[by_columns]
         target_bytes = described(target, shape, by_columns)
         cast_rows = partial(functions.octavo_cast, target_bytes)
-        return _ByCpp(target_bytes, cast_rows, height == ALL, height == ALL and not has_scale, max(height, 1))
+        return _CppTarget(target_bytes, cast_rows, height == ALL, height == ALL and not has_scale, max(height, 1))
     packed_functions = compiled_packed(target.amax)
     assert packed_functions is not None
     packed_bytes = described_packed(target, shape, by_columns)
@@ -130,7 +130,7 @@ def _by_cpp(functions: ctypes.CDLL, target: CastTarget, shape: Sequence[int], by
             functions.octavo_amax(amax_bytes, *matrix)
         packed_functions.octavo_cast_packed(packed_bytes, *matrix)
 
-    return _ByCpp(amax_bytes, cast, True, not has_scale, NV[1])
+    return _CppTarget(amax_bytes, cast, True, not has_scale, NV[1])
 
 
 def _clear_padding(targets: Sequence[CastTarget], shape: Sequence[int]) -> None:
@@ -163,12 +163,12 @@ def write_chunks(
     ``cols``: the columns by which the chunks are sized, all unless given: an activation's also where its gradient is
     cast, so that both have the same chunks, and torch's functions the same bits.
     """
-    written = [_by_cpp(functions, target, shape) for target in targets]
-    threads = min(torch.get_num_threads(), _THREADS)
-    whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(by_cpp.unit for by_cpp in written))
+    cpp_targets = [_for_cpp(functions, target, shape) for target in targets]
+    threads = min(torch.get_num_threads(), _MOST_THREADS)
+    whole_tiles = math.lcm(unit, ROWS_OF_A_THREAD * threads, *(target.unit for target in cpp_targets))
     slices = row_slices((shape[0], _BUFFERS * (cols or shape[1])), whole_tiles, torch.device("cpu"))
-    reads_twice = len(slices) > 1 and any(by_cpp.needs_amax_first for by_cpp in written)
-    faulty = [0] * len(written)  # whether octavo_amax saw an inf or NaN, by target
+    reads_twice = len(slices) > 1 and any(target.needs_amax_first for target in cpp_targets)
+    faulty = [0] * len(cpp_targets)  # whether octavo_amax saw an inf or NaN, by target
     chunks_by_start: dict[int, Tensor] = {}
     elements_left = KEPT
     for rows in slices if reads_twice else []:
@@ -176,19 +176,19 @@ def write_chunks(
         elements_left -= y.numel()
         if elements_left >= 0:
             chunks_by_start[rows.start] = y
-        for at, by_cpp in enumerate(written):
-            if by_cpp.needs_amax_first:
-                faulty[at] |= functions.octavo_amax(by_cpp.amax, *_matrix(y, rows))
+        for index, target in enumerate(cpp_targets):
+            if target.needs_amax_first:
+                faulty[index] |= functions.octavo_amax(target.amax, *_matrix(y, rows))
     column_sums = torch.zeros(shape[1], dtype=torch.float32, device="cpu")
     for rows in slices:
         y = chunks_by_start.pop(rows.start) if rows.start in chunks_by_start else make(rows)
         matrix = _matrix(y, rows)
         if sums is not None:
             column_sums.add_(y.sum(0))
-        for at, by_cpp in enumerate(written):
-            if by_cpp.spans and not (reads_twice and by_cpp.needs_amax_first):
-                faulty[at] = functions.octavo_amax(by_cpp.amax, *matrix)
-            by_cpp.cast(*matrix, faulty[at])
+        for index, target in enumerate(cpp_targets):
+            if target.spans and not (reads_twice and target.needs_amax_first):
+                faulty[index] = functions.octavo_amax(target.amax, *matrix)
+            target.cast(*matrix, faulty[index])
         del y  # before the next chunk is computed
     if sums is not None:
         sums.copy_(column_sums)

@@ -11,6 +11,8 @@
 #include <vector>
 
 #define INLINE inline __attribute__((always_inline))
+// Export the size of a structure that Python packs, which library.py compares with what it read of the declaration.
+#define SIZE_OF(structure) extern "C" int octavo_size_of_##structure() { return sizeof(structure); }
 
 namespace {
 
@@ -33,6 +35,13 @@ INLINE float multiply_add(float a, float b, float c) {
 #else
     return std::fma(a, b, c);
 #endif
+}
+// Return numerics.scale_from_amax of one number; ``limit``: divided by 2^margin already.
+INLINE float scale_from_amax(float amax, float limit, bool power_of_two) {
+    float scale = limit / amax;
+    scale = float_of(bits_of(scale) & (power_of_two ? INFINITE : -1));
+    scale = scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;
+    return amax > 0.0f ? scale : 1.0f;
 }
 // A small float's magnitude, shifted to a float32's mantissa, whose exponents are ``offset`` less than a float32's.
 INLINE int32_t widened(int32_t magnitude, int32_t offset) {

@@ -5,6 +5,9 @@ so once. The library is kept in ``$XDG_CACHE_HOME/octavo``, by default ``~/.cach
 source, the compiler, the CPU's instruction set and the library's own bytes. A file whose bytes are not those of its
 name was damaged, and is compiled anew; from a folder that others may write to nothing is loaded. ``CXX`` names the
 compiler, else it is ``c++``; an empty ``CXX`` turns it off, without a warning.
+
+Many arguments go to C++ as a structure, which the C++ declares and Python reads and packs: Structure. A library whose
+structure has another size is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -30,7 +35,39 @@ _FOLDER = Path(__file__).parent
 # One rounding an operation, as torch's own; -fno-trapping-math lets loops with conditions become vector instructions.
 _FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared -pthread".split()
 _INSTRUCTIONS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4",)}
+_LETTERS = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "float": "f", "double": "d"}  # of the module struct
 _logger = logging.getLogger("octavo")
+
+
+class Structure:
+    """A structure that C++ reads and Python packs, by the fields that the C++ declares.
+
+    Attributes:
+        name: in the C++.
+        letters: {field: its type in Python's module ``struct``}, in their order.
+        layout: makes bytes of the fields' values in that order.
+    """
+
+    def __init__(self, source: str, name: str, **parts: Structure) -> None:
+        """Read the declaration in ``source``.cpp: lines of a type and names. ``parts``: structures among the types."""
+        letters_of = _LETTERS | {of_type: f"{part.layout.size}s" for of_type, part in parts.items()}
+        text = (_FOLDER / f"{source}.cpp").read_text(encoding="utf-8")
+        body = text.partition(f"\nstruct {name} {{\n")[2].partition("\n};")[0]
+        self.name, self.letters = name, dict[str, str]()
+        for of_type, names in re.findall(r"^    (?:const )?(\w+) ([*\w, ]+);", body, re.MULTILINE):
+            for field in names.split(", "):
+                self.letters[field.removeprefix("*")] = "P" if field.startswith("*") else letters_of[of_type]
+        padding = "0P" if "P" in self.letters.values() else ""  # at the end, as in C++
+        self.layout: struct.Struct = struct.Struct("".join(self.letters.values()) + padding)
+
+    def pack(self, **values: float | bytes) -> bytes:
+        """Return the structure's bytes. A field that is missing raises KeyError, so that a misspelt one does too."""
+        return self.layout.pack(*map(values.__getitem__, self.letters))
+
+    def check(self, functions: ctypes.CDLL) -> None:
+        """Raise RuntimeError where a library has another size for it, by ``SIZE_OF(name)`` in its source."""
+        if (size := functions[f"octavo_size_of_{self.name}"]()) != self.layout.size:
+            raise RuntimeError(f"{self.name} has {size} bytes in C++, {self.layout.size} by its {list(self.letters)}")
 
 
 @functools.cache

@@ -9,21 +9,22 @@ struct Packed {
     uint16_t *scale_inv;     // bfloat16, one number a block
     const float *amax;       // of the whole matrix, one number
     const float *delayed_scale;  // the outer scale, or 0 where amax makes it; null: amax does
-    int64_t rows, cols, laid_stride, across_stride, scale_stride[2];  // rows and cols: as the matrix lies
+    int64_t rows, cols, laid_stride, across_stride, scale_row_stride, scale_col_stride;  // rows and cols: as the matrix lies
     int64_t block_lanes, lanes_are_columns;
-    int64_t rotation, seed;  // -1: none
-    int64_t place[2];        // of the first lane and term in the whole matrix
-    double limit;            // what amax is brought to
+    int64_t rotation, seed;          // -1: none
+    int64_t first_lane, first_term;  // in the whole matrix
+    double limit;                    // what amax is brought to
 };
 
 }  // extern "C"
+SIZE_OF(Packed)
 
 namespace {
 
 constexpr int BLOCK = 16;
 constexpr int64_t BAND = 128, WIDTH = 64;  // rows and columns that are cast at a time: a cache line of codes of a column
 constexpr float E2M1_MAX = 6.0f, E4M3_MAX = 448.0f;
-constexpr uint32_t ODD = 0x9E3779B1;
+constexpr uint32_t ODD = 0x9E3779B1;  // of reference/nvfp4.py's random bits
 
 template <class T> struct alignas(64) Panel { T at[BLOCK][BLOCK]; };  // [term, lane], but where rows are loaded
 
@@ -95,7 +96,7 @@ INLINE void draw(uint32_t (*words)[BLOCK], const Panel<float> &v, const Packed &
     alignas(64) uint32_t key[BLOCK] = {};
     for (int i = 0; i < BLOCK; i++)
         for (int j = 0; j < BLOCK; j++) key[j] += mixed(uint32_t(bits_of(v.at[i][j] + 0.0f)) + uint32_t(i) * ODD);
-    const uint32_t first = uint32_t(lane + s.place[0]), number = uint32_t(block + s.place[1] / BLOCK);
+    const uint32_t first = uint32_t(lane + s.first_lane), number = uint32_t(block + s.first_term / BLOCK);
     for (int j = 0; j < BLOCK; j++)
         key[j] = mixed(mixed(key[j] ^ uint32_t(s.seed)) + (first + uint32_t(j)) * ODD) ^ number;
     for (int i = 0; i < BLOCK / 4; i++)
@@ -185,8 +186,8 @@ template <class X> void cast_panel(const Packed &s, const Matrix<X> &m, int64_t 
 
     alignas(64) float scale_inv[BLOCK], scale[BLOCK];
     const bool faulty = make_scales(scale_inv, scale, v, s.block_lanes, outer);
-    uint16_t *scales = s.scale_inv + lane / s.block_lanes * s.scale_stride[0] + block * s.scale_stride[1];
-    for (int j = 0; j < lanes; j += int(s.block_lanes)) scales[j / s.block_lanes * s.scale_stride[0]] = to_bf16(scale_inv[j]);
+    uint16_t *scales = s.scale_inv + lane / s.block_lanes * s.scale_row_stride + block * s.scale_col_stride;
+    for (int j = 0; j < lanes; j += int(s.block_lanes)) scales[j / s.block_lanes * s.scale_row_stride] = to_bf16(scale_inv[j]);
 
     Panel<int32_t> codes;
     if (s.seed >= 0) {
@@ -212,9 +213,7 @@ template <class X> void cast_panel(const Packed &s, const Matrix<X> &m, int64_t 
 
 // Return the outer scale of numerics.py and reference/nvfp4.py.
 float outer_scale(const Packed &s) {
-    float scale = float_of(bits_of(float(s.limit) / *s.amax) & INFINITE);
-    scale = scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;
-    scale = *s.amax > 0.0f ? scale : 1.0f;
+    float scale = scale_from_amax(*s.amax, float(s.limit), true);
     if (s.delayed_scale && *s.delayed_scale != 0.0f) scale = *s.delayed_scale;
     if (s.rotation >= 0) scale *= 0.25f;
     return scale < 0x1p-117f ? 0x1p-117f : scale > 0x1p117f ? 0x1p117f : scale;
@@ -233,7 +232,7 @@ template <class X> void cast(const Packed &s, const Matrix<X> &m, int64_t from, 
 template <class Y> void decode_rows(const Packed &s, const Matrix<Y> &out, int64_t threads) {
     in_threads(threads, 0, s.rows, 1, [&](int64_t, int64_t from, int64_t to) {
         for (int64_t row = from; row < to; row++) {
-            const uint16_t *scales = s.scale_inv + row / s.block_lanes * s.scale_stride[0];
+            const uint16_t *scales = s.scale_inv + row / s.block_lanes * s.scale_row_stride;
             for (int64_t col = 0; col < s.cols; col += WIDTH) {
                 alignas(64) uint8_t codes[WIDTH];
                 alignas(64) float numbers[WIDTH];
@@ -241,7 +240,7 @@ template <class Y> void decode_rows(const Packed &s, const Matrix<Y> &out, int64
                 const uint8_t *packed = s.laid + row * s.laid_stride + col / 2;
                 for (int k = 0; k < width / 2; k++) codes[2 * k] = packed[k] & 15, codes[2 * k + 1] = packed[k] >> 4;
                 for (int first = 0; first < width; first += BLOCK) {
-                    float scale_inv = from_bf16(scales[(col + first) / BLOCK * s.scale_stride[1]]);
+                    float scale_inv = from_bf16(scales[(col + first) / BLOCK * s.scale_col_stride]);
                     for (int i = first; i < first + BLOCK; i++) {
                         int32_t bits = widened((codes[i] & 7) << 22, 126) | int32_t(uint32_t(codes[i] & 8) << 28);
                         numbers[i] = float_of(bits) * scale_inv;

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3
+from octavo.formats import E4M3, E4M4, E5M2
 from octavo.kernels.cpu.codes import KINDS, threads_for
-from octavo.kernels.cpu.library import library
+from octavo.kernels.cpu.library import Structure, library
 from octavo.kernels.reference.optimizer_state import MASTER_KINDS, Fp8Weight, Master, MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamStep, SgdStep, WeightUpdate
 from octavo.kernels.step_numbers import key_of
 
 _KINDS = {**KINDS, torch.uint8: len(KINDS)}
 _MASTERS = list(MASTER_KINDS)
+FORMATS = [E4M3, E5M2, E4M4]  # of moments in codes
 
-
-# optimizer_step.cpp's structures, field by field; 0P is the padding at an end
-_MASTER = "5P3i0P"  # weight, rest, scale_inv, scale, block_amax; kind, has_blocks, is_random
-_MOMENT = "3P5i6i2f0P"  # data, scale_inv, scale; kind, one_scale, root, stochastic, hybrid; the format's
-# master; moments; gradient, gradient_scale_inv; rows, cols, first_row, first_col, row_length; moment_key, master_key;
-# gradient_kind, gradient_by_rows
-_UPDATE = struct.Struct(f"{_MASTER}{_MOMENT}{_MOMENT}2P5q2I2i")
+MOMENT, MASTER, STEP = (Structure("optimizer_step", name) for name in ("Moment", "Master", "Step"))
+UPDATE = Structure("optimizer_step", "Update", Master=MASTER, Moment=MOMENT)
 
 
 def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float) -> bool:
@@ -36,69 +31,69 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
         step: the rule; SGD's, and Adam's without a bound, which is torch's, are the reference's alone.
         divisor: the number that the gradient is divided by.
     """
-    tensors = [*_tensors_of(update.master), *(x for moment in update.moments for x in _tensors_of(moment))]
-    tensors += [x for x in (update.gradient, update.gradient_scale_inv) if x is not None]
-    if isinstance(step, SgdStep) or step.max_update is None or not all(x.is_cpu and x.is_contiguous() for x in tensors):
-        return False
-    if update.master.kind == "weight" and update.master.weight.dtype != torch.float32:
+    attributes = (value for stored in (update.master, *update.moments) for value in vars(stored).values())
+    tensors = [x for x in (*attributes, update.gradient, update.gradient_scale_inv) if isinstance(x, Tensor)]
+    takes_master = update.master.kind != "weight" or update.master.weight.dtype == torch.float32
+    takes_tensors = takes_master and all(x.is_cpu and x.is_contiguous() for x in tensors)
+    if not takes_tensors or isinstance(step, SgdStep) or step.max_update is None:
         return False
     if (compiled := library("optimizer_step")) is None:
         return False
-    rows, cols = update.gradient.shape
-    scale_inv, bits = update.gradient_scale_inv, update.bits
-    fields = _UPDATE.pack(
-        *_master(update.master),
-        *(field for moment in update.moments for field in _moment(moment)),
-        *(update.gradient.data_ptr(), _pointer(scale_inv)),
-        *(rows, cols, bits.first_row, bits.first_col, bits.row_length or cols),
-        *(key_of(bits.key, step.number, stream) for stream in (0, 1)),
-        *(_KINDS[update.gradient.dtype], scale_inv is not None and scale_inv.shape[0] == rows),
-    )
-    numbers, threads = _numbers(step, divisor), threads_for(rows * cols)
+    if compiled.octavo_adam.argtypes is None:
+        for structure in (MOMENT, MASTER, STEP, UPDATE):
+            structure.check(compiled)
+        compiled.octavo_adam.argtypes = [c_char_p, c_char_p, c_int64, c_void_p]
     amaxes = torch.zeros(3, dtype=torch.float32, device="cpu")
-    compiled.octavo_adam(fields, numbers, c_int64(threads), c_void_p(amaxes.data_ptr()))
+    threads = threads_for(update.gradient.numel())
+    compiled.octavo_adam(_update(update, step.number), _step(step, divisor), threads, amaxes.data_ptr())
     for stored, largest in zip((*update.moments, update.master), amaxes, strict=True):
         if not (isinstance(stored, Fp8Weight) and stored.has_blocks):
             stored.raise_amax_written(largest)
     return True
 
 
-def _tensors_of(stored: Master | MomentTensors) -> list[Tensor]:
-    """Return the tensors among an object's attributes."""
-    return [value for value in vars(stored).values() if isinstance(value, Tensor)]
+def _update(update: WeightUpdate, step_number: int) -> bytes:
+    """Return an update as optimizer_step.cpp reads it."""
+    gradient, scale_inv, bits = update.gradient, update.gradient_scale_inv, update.bits
+    rows, cols = gradient.shape
+    first_moment, second_moment = map(_moment, update.moments)
+    moment_key, master_key = (key_of(bits.key, step_number, stream) for stream in (0, 1))
+    fields: dict[str, Any] = {"first_moment": first_moment, "second_moment": second_moment}
+    fields |= {"moment_key": moment_key, "master_key": master_key, "gradient_kind": _KINDS[gradient.dtype]}
+    fields |= {"rows": rows, "cols": cols, "first_row": bits.first_row, "first_col": bits.first_col}
+    fields |= {"row_length": bits.row_length or cols, **_addresses(gradient=gradient, gradient_scale_inv=scale_inv)}
+    by_rows = scale_inv is not None and scale_inv.shape[0] == rows
+    return UPDATE.pack(master=_master(update.master), gradient_by_rows=by_rows, **fields)
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _numbers(step: AdamStep, divisor: float) -> ctypes.Array[c_float]:
-    """Return optimizer_step.cpp's Step, as the reference computes it, in float64; each becomes float32, as in torch."""
+def _step(step: AdamStep, divisor: float) -> bytes:
+    """Return a step as optimizer_step.cpp reads it: in float64, as the reference, and then rounded, as torch does."""
     assert step.max_update is not None
-    group, limit = step.group, step.max_update * step.correction1
-    numbers = (
-        *(1 - group.beta1, 1 - group.beta2, group.beta2, 1 - step.lr * step.decoupled_decay, step.coupled_decay),
-        *(divisor, 1 / step.correction2, group.eps, limit, -step.lr / step.correction1),
-        step.maximize,
-    )
-    return (c_float * len(numbers))(*numbers)
+    group = step.group
+    numbers = {"one_minus_beta1": 1 - group.beta1, "beta2": group.beta2, "one_minus_beta2": 1 - group.beta2}
+    numbers |= {"coupled_decay": step.coupled_decay, "decay_factor": 1 - step.lr * step.decoupled_decay}
+    numbers |= {"divisor": divisor, "correction2_inv": 1 / step.correction2, "eps": group.eps}
+    numbers |= {"limit": step.max_update * step.correction1, "minus_rate": -step.lr / step.correction1}
+    # by c_float, which rounds too large a number to inf
+    return STEP.pack(maximize=step.maximize, **{name: c_float(number).value for name, number in numbers.items()})
 
 
-def _moment(moment: MomentTensors) -> tuple[float, ...]:
-    """Return the fields of optimizer_step.cpp's Moment, which end with its format's."""
-    one_scale, fmt = moment.scale_inv is not None and moment.scale_inv.numel() == 1, moment.fmt or E4M3
-    return (
-        *(moment.data.data_ptr(), _pointer(moment.scale_inv), _pointer(moment.scale), _KINDS[moment.data.dtype]),
-        *(one_scale, moment.root, moment.rounding == "stochastic", moment.rounding == "hybrid"),
-        *(fmt.mantissa_bits, fmt.bias, fmt.max_code, fmt.nan_code, fmt.signed, fmt.has_inf),
-        *(fmt.max, fmt.smallest_normal),
-    )
+def _moment(moment: MomentTensors) -> bytes:
+    """Return a moment as optimizer_step.cpp reads it."""
+    one_scale = moment.scale_inv is not None and moment.scale_inv.numel() == 1
+    fields = {"kind": _KINDS[moment.data.dtype], "format": FORMATS.index(moment.fmt or E4M3), "one_scale": one_scale}
+    fields |= {name: moment.rounding == name for name in ("stochastic", "hybrid")}
+    addresses = _addresses(data=moment.data, scale_inv=moment.scale_inv, scale=moment.scale)
+    return MOMENT.pack(root=moment.root, **fields, **addresses)
 
 
-def _master(master: Master) -> tuple[int, ...]:
-    """Return the fields of optimizer_step.cpp's Master."""
-    return (
-        *(master.weight.data_ptr(), _pointer(master.low_bits), _pointer(master.scale_inv), _pointer(master.scale)),
-        *(_pointer(master.amax_written) if master.has_blocks else 0, _MASTERS.index(master.kind), master.has_blocks),
-        master.is_random,
-    )
+def _master(master: Master) -> bytes:
+    """Return a master as optimizer_step.cpp reads it."""
+    fields = {"kind": _MASTERS.index(master.kind), "has_blocks": master.has_blocks, "is_random": master.is_random}
+    fields |= _addresses(weight=master.weight, low_bits=master.low_bits, scale_inv=master.scale_inv, scale=master.scale)
+    return MASTER.pack(**fields, **_addresses(block_amax=master.amax_written if master.has_blocks else None))
+
+
+def _addresses(**tensors: Tensor | None) -> dict[str, int]:
+    """Return where tensors lie in memory; 0 for None."""
+    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of, cast_shape
 from octavo.kernels.reference.codes import decode
 
-_TANH = 2 * math.sqrt(2 / math.pi), 0.044715
+_TANH_LINEAR, _TANH_CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # 2u's terms in h
 _SQRT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 
@@ -94,17 +94,15 @@ def _gelu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gelu_tanh(h: Tensor) -> Tensor:
     """Return h s(2u), with u as activations.py has it."""
-    factor, cubic = _TANH
-    return h.square().mul_(factor * cubic).add_(factor).mul_(h).sigmoid_().mul_(h)
+    return h.square().mul_(_TANH_CUBIC).add_(_TANH_LINEAR).mul_(h).sigmoid_().mul_(h)
 
 
 def _gelu_tanh_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
     """Return (h s(2u), its slope)."""
-    factor, cubic = _TANH
     # from a square of 1e4 on the sigmoid is 0 or 1 and its slope 0, which must not be multiplied by inf
-    inner = h.square().clamp_(max=1e4).mul_(factor * cubic).add_(factor)
+    inner = h.square().clamp_(max=1e4).mul_(_TANH_CUBIC).add_(_TANH_LINEAR)
     s = torch.mul(inner, h).sigmoid_()
-    return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(inner.mul_(3.0).sub_(2 * factor)).add_(s)
+    return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(inner.mul_(3.0).sub_(2 * _TANH_LINEAR)).add_(s)
 
 
 def _silu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,8 @@ LARGEST_ROOT = 2.0**63  # of a second moment in codes: a root twice as large has
 LARGEST_SQUARE = LARGEST_ROOT**2
 SMALLEST = 2.0**-9  # E4M3's step at scale 1
 
+RandomBits = tuple[Tensor | None, ...]  # for each moment and the master, int32 [rows, blocks, width]; None: none
+
 
 class AdamGroup(NamedTuple):
     """Options of some weights: torch.optim.AdamW's, or Adam's where the decay is not ``decoupled``.
@@ -94,9 +96,7 @@ class AdamStep:
         if moments[1].fmt is not None:
             values[1].clamp_(max=LARGEST_SQUARE)
 
-    def bits(
-        self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
-    ) -> tuple[Tensor | None, ...]:
+    def bits(self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool) -> RandomBits:
         """Return 32 random bits an element for each moment and for the master; None where none of those takes any."""
         first = draw(0) if any(moment.is_random for moment in moments) else None
         return first, None if first is None else swapped(first), draw(1) if master_is_random else None
@@ -150,9 +150,7 @@ class SgdStep:
     def saturate(self, values: Sequence[Tensor], moments: Sequence[MomentTensors]) -> None:
         """Do nothing: a momentum's codes can store any finite number."""
 
-    def bits(
-        self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
-    ) -> tuple[Tensor | None, ...]:
+    def bits(self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool) -> RandomBits:
         """Return random bits for each moment and for the master, as AdamStep does."""
         first = draw() if master_is_random or any(moment.is_random for moment in moments) else None
         return *(first for _ in moments), None if first is None else swapped(first)

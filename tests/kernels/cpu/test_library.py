@@ -1,14 +1,17 @@
 """The C++ of CPUs: how it is compiled, where its libraries lie, and what is computed where it can't be compiled."""
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.kernels import capability, cpu
-from octavo.kernels.cpu.library import describe, library
+from octavo.kernels.cpu import codes, optimizer_step
+from octavo.kernels.cpu.library import Structure, describe, library
 from tests.kernels.conftest import Ops
 from tests.kernels.cpu.test_optimizer_step import differences_of
 from tests.kernels.test_cast import check_casts
@@ -39,6 +42,46 @@ def test_without_a_compiler_the_reference_runs_and_a_warning_says_so_once(
     assert describe().startswith("PyTorch's operations") and str(tmp_path / "cache/octavo") in describe()
     assert differences_of(0, 3) == []
     check_casts(Ops(cpu.KERNELS.__getitem__, "cpu"), 10, 0)
+
+
+STEP = [optimizer_step.MOMENT, optimizer_step.MASTER, optimizer_step.STEP, optimizer_step.UPDATE]
+STRUCTURES = {"cast": [codes.SCALING], "nvfp4": [codes.PACKED], "optimizer_step": STEP}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_are_read_as_the_source_declares_them(name: str) -> None:
+    source, functions = Path(codes.__file__).with_name(f"{name}.cpp").read_text(encoding="utf-8"), library(name)
+    assert functions is not None and re.findall(r"SIZE_OF\((\w+)\)", source) == [s.name for s in STRUCTURES[name]]
+    for structure in STRUCTURES[name]:
+        structure.check(functions)
+
+
+def test_a_structure_has_the_fields_of_its_declaration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dict(itertools.islice(codes.SCALING.letters.items(), 3, 6)) == {
+        "amax": "P",
+        "delayed_scale": "P",
+        "rows": "q",
+    }
+    (tmp_path / "pairs.cpp").write_text(
+        "\nstruct Pair {\n    int32_t first, second;  // a pair; so\n    int size() const { return 2; }\n};\n"
+        "\nstruct Two {\n    Pair one, other;\n    const float *place;\n    uint32_t count;\n};\n"
+    )
+    monkeypatch.setattr("octavo.kernels.cpu.library._FOLDER", tmp_path)
+    pair = Structure("pairs", "Pair")
+    two = Structure("pairs", "Two", Pair=pair)
+    assert pair.letters == {"first": "i", "second": "i"}
+    assert two.letters == {"one": "8s", "other": "8s", "place": "P", "count": "I"} and two.layout.size == 32
+    assert pair.pack(second=1, first=2) == b"\2\0\0\0\1\0\0\0"
+    with pytest.raises(KeyError, match="first"):
+        pair.pack(second=1, third=2)
+
+
+def test_a_library_whose_structure_has_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = codes.compiled(torch.ones(1))
+    assert functions is not None
+    monkeypatch.setattr(codes.SCALING, "layout", codes.PACKED.layout)
+    with pytest.raises(RuntimeError, match=r"Scaling has 152 bytes in C\+\+, 144 by its \['codes', 'transp"):
+        codes.SCALING.check(functions)
 
 
 @pytest.fixture

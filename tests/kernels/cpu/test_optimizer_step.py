@@ -10,7 +10,7 @@ import torch
 
 from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.library import library
-from octavo.kernels.cpu.optimizer_step import step_in_place
+from octavo.kernels.cpu.optimizer_step import FORMATS, step_in_place
 from octavo.kernels.reference.optimizer_state import MASTER_KINDS, MasterWeight
 from octavo.kernels.reference.optimizer_step import optimizer_step
 from tests.support.fp8_weights import BITS
@@ -70,6 +70,23 @@ def test_plain_weights_of_16_bits_are_updated_as_the_reference_does() -> None:
         optimizer_step([theirs], [ADAM._replace(bounds_update=True)])
         optimizer_step([ours], [ADAM._replace(bounds_update=True)], step_in_place=step_in_place)
         assert differences([ours], [theirs]) == [] and not torch.equal(theirs.master.weight, before)
+
+
+def test_formats_of_the_source_are_those_of_python() -> None:
+    source = Path(codes.__file__).with_name("optimizer_step.cpp").read_text(encoding="utf-8")
+    (numbered,) = re.findall(r"enum FormatNumber : int32_t \{ (.*?) \}", source)
+    assert numbered.split(", ") == [f"IS_{fmt}" for fmt in FORMATS]
+    (fields,) = re.findall(r"struct Format \{(.*?)\n\}", source, re.DOTALL)
+    names = [name.removeprefix("is_") for name in re.findall(r"(\w+)[,;]", fields)]
+    for fmt in FORMATS:
+        (numbers,) = re.findall(rf"constexpr Format {fmt} = \{{(.*?)\}}", source)
+        values = [literal.removesuffix("f") for literal in numbers.split(", ")]
+        assert [number_of(value) for value in values] == [float(getattr(fmt, name)) for name in names], fmt
+
+
+def number_of(literal: str) -> float:
+    """The value of a C++ literal without its suffix."""
+    return float.fromhex(literal) if "x" in literal else float({"true": 1, "false": 0}.get(literal, literal))
 
 
 def test_kinds_of_masters_have_the_numbers_of_saved_states_and_of_the_source() -> None:
