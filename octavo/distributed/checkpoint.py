@@ -64,8 +64,9 @@ REASSURANCE = "what was saved before is kept"
 REMEDY = "remove its folder to load the checkpoint before"
 SEPARATE = "octavo.nn.separate_splits(model)"
 METADATA_CRC32 = "metadata_crc32"  # in octavo.pt
-# for each tensor of a checkpoint a dict and the name there; several where splits are separate here, and joined there
-Places = dict[str, list[tuple[Any, str]]]
+# the entries of state dicts to fill, as (state dict, key), with each value of a checkpoint: several where splits are
+# separate in the model and one Linear in the checkpoint
+Places = dict[str, list[tuple[dict[str, Any], str]]]
 SplitRows = dict[str, dict[str, int]]  # for each parameter of such a Linear: the splits' parameters, and their rows
 
 
@@ -223,16 +224,22 @@ def load_checkpoint(
             optimizer.zero_grad()
             if not content["states"]:
                 without_first_step.enter_context(_without_first_step(optimizer))
-            optimizer_state = get_optimizer_state_dict(model, optimizer)  # it steps a new one: ranks agree on amaxes
+            present_state = get_optimizer_state_dict(model, optimizer)  # it steps a new one: ranks agree on amaxes
             with ranks.together():
-                places |= _optimizer_to_fill(optimizer, optimizer_state, content, reader, splits)
-        tensors = {name: _to_read([state[key] for state, key in place], reader, name) for name, place in places.items()}
+                optimizer_state, places_in_it = _optimizer_to_fill(optimizer, present_state, content, reader, splits)
+            places |= places_in_it
+        others = content["others"]  # values that are no tensors
+        to_fill = {name: [state[key] for state, key in place] for name, place in places.items() if name not in others}
+        tensors = {name: _to_read(parts, reader, name) for name, parts in to_fill.items()}
         group_options = {"process_group": ranks.group, "no_dist": ranks.group is None}
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **group_options)
         with ranks.together():
-            for name, place in places.items():
-                if len(place) > 1:
-                    _fill([state[key] for state, key in place], tensors[name])
+            for name, parts in to_fill.items():
+                if len(parts) > 1:  # else dcp.load has filled it
+                    _fill(parts, tensors[name])
+            for name in others.keys() & places.keys():
+                for state, key in places[name]:
+                    state[key] = others[name]
             set_model_state_dict(model, model_state)
             if optimizer is not None and optimizer_state is None:  # it begins anew
                 optimizer.state.clear()
@@ -363,13 +370,13 @@ def _splits_to_fill(model: nn.Module, content: dict[str, Any]) -> SplitRows:
     splits: SplitRows = {}
     for layer_name, layer in model.named_modules():
         for name in ("weight", "bias", f"weight{SCALE_INV}") if isinstance(layer, SeparateSplits) else ():
-            if f"model.{(joined := _joined_name(layer_name, name))}" in content["model"]:
-                splits[joined] = {_joined_name(layer_name, split, name): n for split, n in layer.splits.items()}
+            if f"model.{(joined := _full_name(layer_name, name))}" in content["model"]:
+                splits[joined] = {_full_name(layer_name, split, name): n for split, n in layer.splits.items()}
     return splits
 
 
-def _joined_name(*names: str) -> str:
-    """Return the name of a part in a model, by the names of those that hold it; the model's own is empty."""
+def _full_name(*names: str) -> str:
+    """Return a part's name in a model, by the names of the modules around it and its own; the model's is empty."""
     return ".".join(names).lstrip(".")
 
 
@@ -389,7 +396,7 @@ def _fill(parts: list[Any], whole: Tensor) -> None:
 
 
 def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any], splits: SplitRows) -> Places:
-    """Return for each of the model's tensors in the checkpoint the places in the state dict to fill."""
+    """Return for each of the model's values in the checkpoint the places in its state dict to fill."""
     names = {name: [name] for name in model_state.keys() - {part for parts in splits.values() for part in parts}}
     names |= {whole: [*parts] for whole, parts in splits.items()}
     places: Places = {f"model.{name}": [(model_state, key) for key in keys] for name, keys in names.items()}
@@ -398,32 +405,25 @@ def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any], 
         remedy = "build the model that was saved (of octavo, only weight_storage='fp8' adds names)"
         for layer_name, layer in model.named_modules():
             splits_here = layer.splits if isinstance(layer, Linear) else None
-            if any(f"model.{_joined_name(layer_name, split, 'weight')}" in unexpected for split in splits_here or ()):
+            if any(f"model.{_full_name(layer_name, split, 'weight')}" in unexpected for split in splits_here or ()):
                 remedy = f"the splits of {layer_name!r} were separate, as under ColwiseParallel: {SEPARATE}"
         raise CheckpointError(
             f"the checkpoint holds another model: it has no {missing[:3]}, and {unexpected[:3]} besides; {remedy}"
         )
-    return _without_others(places, content)
-
-
-def _without_others(places: Places, content: dict[str, Any]) -> Places:
-    """Return the places of tensors alone, after putting the saved values at the places of all else."""
-    for name in content["others"].keys() & places.keys():
-        for values, key in places.pop(name):
-            values[key] = content["others"][name]
     return places
 
 
 def _optimizer_to_fill(
-    optimizer: Optimizer, state_dict: Any, content: dict[str, Any], reader: MetadataReader, splits: SplitRows
-) -> Places:
-    """Return for each of the optimizer's tensors in the checkpoint the places in its state dict to fill.
+    optimizer: Optimizer, present: Any, content: dict[str, Any], reader: MetadataReader, splits: SplitRows
+) -> tuple[dict[str, Any], Places]:
+    """Return an optimizer's state dict to fill, and for each of its values in the checkpoint the places in that.
 
-    Groups and states become those of the checkpoint, with moments in the form in which they were saved.
+    It has the checkpoint's groups, and tensors of the ``present`` state dict, but for moments that were saved in
+    another form: these have new tensors of that form.
     """
     places: Places = {}
-    present, state_dict["state"] = state_dict["state"], {}
-    state_dict["param_groups"] = [
+    states: dict[str, dict[str, Any]] = {}
+    groups = [
         group | {"params": [part for name in group["params"] for part in splits.get(name, [name])]}
         for group in content["groups"]
     ]
@@ -433,16 +433,16 @@ def _optimizer_to_fill(
         whole_rows = sum(rows_by_part.values())
         for part, rows in rows_by_part.items():
             part_sizes = {key: _size_of_part(size, rows, whole_rows) for key, size in sizes.items()}
-            state = present.get(part, {})
+            state = present["state"].get(part, {})
             for moment in getattr(optimizer, "names", ()):
                 state = state | _moment_to_fill(moment, state, part_sizes)
             if not set(keys) <= state.keys():
                 remedy = "give an optimizer of the same class and the same parameters"
                 raise CheckpointError(f"its optimizer kept {keys} of {name}, which this one does not: {remedy}")
-            part_state = state_dict["state"][part] = {key: state[key] for key in keys}
+            states[part] = {key: state[key] for key in keys}
             for key in keys:
-                places.setdefault(f"optimizer.{name}.{key}", []).append((part_state, key))
-    return _without_others(places, content)
+                places.setdefault(f"optimizer.{name}.{key}", []).append((states[part], key))
+    return {"state": states, "param_groups": groups}, places
 
 
 def _size_of_part(size: torch.Size, rows: int, whole_rows: int) -> torch.Size:
@@ -546,23 +546,23 @@ class PlainModel:
         rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
         by_rank = dict(zip(shapes, rows, strict=True))
         present, loaded = self._delayed(), {}
-        joined = {  # a split whose state was not saved has that of the Linear that it was part of
-            _plain_name(_joined_name(layer_name, split)): _plain_name(layer_name)
+        linear_of_split = {  # a split whose state was not saved has that of the Linear that it was part of
+            _plain_name(_full_name(layer_name, split)): _plain_name(layer_name)
             for layer_name, layer in self.module.named_modules()
             if isinstance(layer, SeparateSplits)
             for split in layer.splits
         }
         for plain_here, (name_here, value) in present.items():
             layer_here, _, kind = plain_here.rpartition(".")
-            layer_name = layer_here if plain_here in shapes else joined.get(layer_here, layer_here)
-            name, history = (_joined_name(layer_name, key) for key in (kind, HISTORY))
-            history_here = _joined_name(layer_here, HISTORY)
-            if history not in shapes or shapes[history] != present[history_here][1].shape:
+            saved_layer = layer_here if plain_here in shapes else linear_of_split.get(layer_here, layer_here)
+            saved_name, saved_history = (_full_name(saved_layer, key) for key in (kind, HISTORY))
+            _, history_here = present[_full_name(layer_here, HISTORY)]
+            if saved_history not in shapes or shapes[saved_history] != history_here.shape:
                 loaded[name_here] = torch.zeros_like(value)
-            elif len(by_rank[name]) == ranks.size:
-                loaded[name_here] = by_rank[name][ranks.rank].reshape(shapes[name])
+            elif len(by_rank[saved_name]) == ranks.size:
+                loaded[name_here] = by_rank[saved_name][ranks.rank].reshape(shapes[saved_name])
             else:
-                loaded[name_here] = _one_for_all_ranks(name, by_rank[name]).reshape(shapes[name])
+                loaded[name_here] = _one_for_all_ranks(saved_name, by_rank[saved_name]).reshape(shapes[saved_name])
         load_delayed_state_dict(self.module, loaded)
 
 

@@ -19,9 +19,8 @@ PARTIAL = "partial"  # the end of the name of a file whose writer is not done, o
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write: a reader of ``path`` reads the old contents or the new, even if writing fails halfway.
 
-    If ``path`` is a symbolic link, the file that it leads to is replaced. The new file has the mode of the
-    old one. A device, a pipe and this process's own
-    output can't be replaced: they are written to directly.
+    If ``path`` is a symbolic link, the file that it leads to is replaced. The new file has the mode of the old one. A
+    device, a pipe and this process's own output can't be replaced: they are written to directly.
     """
     target = Path(os.path.realpath(path))
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.{PARTIAL}")  # other writers have their own

@@ -122,10 +122,14 @@ AnyLayout = Literal[FileLayout, "per-tensor"]
 
 
 class Entry(NamedTuple):
-    """A tensor of a model's state_dict; ``layer``: the layer in FP8 whose weight it is, or None.
+    """A tensor of a model's state_dict, which is written as one tensor or many, with scales or without.
 
-    ``model``: a transformers model whose experts are in FP8, else None: its save_pretrained names the written tensors,
-    and may split one into many.
+    Attributes:
+        key: its name in the state_dict.
+        tensor: the state_dict's; codes are read from the layer instead.
+        layer: the layer in FP8 whose weight it is, or None.
+        model: a transformers model whose experts are in FP8, whose save_pretrained names the written tensors, and may
+            split one into many; else None.
     """
 
     key: str
@@ -134,7 +138,9 @@ class Entry(NamedTuple):
     model: nn.Module | None = None
 
     def read(self, training: bool, pair_of: PairReader) -> WrittenTensors:
-        """Return (name, codes [N, K], scales in the layouts' shape and dtype) of each, or (name, tensor, None).
+        """Return (name, codes [N, K], scales in the layouts' shape and dtype) of each written tensor.
+
+        In high precision it is (name, tensor, None).
 
         Args:
             training: see octavo.weights.operands.fp8_pair.
@@ -299,32 +305,39 @@ def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
     return _fine_grained_config(layers, skipped) | mx
 
 
-# {a weight's tile: (compressed-tensors' entries for weights, for inputs, which are cast as they come; the format)}
-_SQUARES = {"strategy": "block", "block_structure": [*SQUARE]}
+class _Scheme(NamedTuple):
+    """compressed-tensors' entries for weights, and for inputs, which are cast as they come; its name of the format."""
+
+    weights: dict[str, Any]
+    inputs: dict[str, Any]
+    format: str = "float-quantized"
+
+
 _GROUPS_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_SCHEMES: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any], str]] = {
-    TENSOR: ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
-    ROW: ({"strategy": "channel"}, {"strategy": "token"}, "float-quantized"),  # its preset FP8_DYNAMIC
-    SQUARE: (_SQUARES, {"strategy": "group", "group_size": BLOCK}, "float-quantized"),  # FP8_BLOCK
-    MX: (_GROUPS_OF_32, _GROUPS_OF_32, "mxfp8-quantized"),  # MXFP8
+_SCHEMES = {  # by a weight's tile
+    TENSOR: _Scheme({"strategy": "tensor"}, {"strategy": "token"}),
+    ROW: _Scheme({"strategy": "channel"}, {"strategy": "token"}),  # its preset FP8_DYNAMIC
+    # FP8_BLOCK
+    SQUARE: _Scheme({"strategy": "block", "block_structure": [*SQUARE]}, {"strategy": "group", "group_size": BLOCK}),
+    MX: _Scheme(_GROUPS_OF_32, _GROUPS_OF_32, "mxfp8-quantized"),  # MXFP8
 }
 
 
 def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
     """Return compressed-tensors' QuantizationConfig: a config group for each kind of weight scale."""
-    names: dict[tuple[int, int], list[str]] = {}
+    targets_by_tile: dict[tuple[int, int], list[str]] = {}
     for name, module in layers.items():
         pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if module.part_name else name
-        names.setdefault(weight_cast(module).tile, []).append(pattern)
+        targets_by_tile.setdefault(weight_cast(module).tile, []).append(pattern)
     args = {"num_bits": 8, "type": "float", "symmetric": True}
     groups = {
         f"group_{i}": {
-            "targets": ["Linear"] if len(names) == 1 else targets,
-            "weights": args | _SCHEMES[tile][0] | {"dynamic": False},
-            "input_activations": args | _SCHEMES[tile][1] | {"dynamic": True},
-            "format": _SCHEMES[tile][2],
+            "targets": ["Linear"] if len(targets_by_tile) == 1 else targets,
+            "weights": args | _SCHEMES[tile].weights | {"dynamic": False},
+            "input_activations": args | _SCHEMES[tile].inputs | {"dynamic": True},
+            "format": _SCHEMES[tile].format,
         }
-        for i, (tile, targets) in enumerate(names.items())
+        for i, (tile, targets) in enumerate(targets_by_tile.items())
     }
     formats = {group["format"] for group in groups.values()}
     format = "mixed-precision" if len(formats) > 1 else formats.pop()
@@ -334,17 +347,10 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
 
 # in the order in which errors propose them: a new one is the last of files
 LAYOUTS: dict[AnyLayout, Layout] = {
-    "fine-grained": Layout(
-        "_scale_inv", (SQUARE,), "blockwise", config=_fine_grained_config, method="fp8", matches_ends=True
-    ),
-    "mxfp8": Layout("_scale_inv", (MX,), "mx", config=_mxfp8_config, method="mxfp8", matches_ends=True),
+    "fine-grained": Layout("_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, method="fp8", matches_ends=True),
+    "mxfp8": Layout("_scale_inv", (MX,), "mx", _mxfp8_config, method="mxfp8", matches_ends=True),
     "compressed-tensors": Layout(
-        "_scale",
-        (*_SCHEMES,),
-        "rowwise",
-        config=_compressed_tensors_config,
-        method="compressed-tensors",
-        matches_ends=False,
+        "_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config, method="compressed-tensors", matches_ends=False
     ),
-    "per-tensor": Layout("_scale", (TENSOR,), "dynamic", config=None, method=None, matches_ends=False),
+    "per-tensor": Layout("_scale", (TENSOR,), "dynamic", None, method=None, matches_ends=False),
 }

@@ -29,7 +29,7 @@ from octavo.granularity import Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import file_inside, read_json
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.weights.files import SCALE_INV, granularity_of_file
+from octavo.weights.files import SCALE_INV, checked_granularity
 from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.stored import StoredWeight, take_values
 
@@ -37,7 +37,7 @@ SCALES = tuple(dict.fromkeys(layout.scale_ending for layout in LAYOUTS.values())
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
 FileReader = Callable[[Path], CheckedFile]
 Slices = tuple[slice, ...]  # of a tensor, one for each dimension
-OwnPart = tuple[StoredWeight, bool]  # (this rank's part of a stored weight, whether ranks rounded it anew)
+OwnPart = tuple[StoredWeight, bool]  # (this rank's part of a stored weight, whether it was rounded to new codes)
 
 
 class FileScales(NamedTuple):
@@ -101,9 +101,14 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
 
 
 class _CheckpointTensor(NamedTuple):
-    """A tensor of the checkpoint: its open file and key; those of its scales, or None; its shape; its dtype's name.
+    """A tensor of the checkpoint; of experts perhaps all matrices together, which are tensors of their own there.
 
-    ``matrices``: one for each expert's matrix, if the file has them apart; else empty.
+    Attributes:
+        file, key: the open file, and the tensor's name in it; of experts' matrices those of the first.
+        scales: the file and name of its scales; None: it is in high precision.
+        shape: of the experts' parameter, if they are matrices.
+        dtype: the file's name of the dtype.
+        matrices: of experts, if they are tensors of their own; else empty.
     """
 
     file: CheckedFile
@@ -342,7 +347,7 @@ def _check_target(model: nn.Module, key: str, source: _CheckpointTensor) -> None
     for _, rows, matrix in source.matrices:
         if matrix.shape != (rows.stop - rows.start, parameter.shape[2]):
             raise ValueError(f"{matrix.key} is {matrix.shape}, and no {rows.stop - rows.start} rows of {key}")
-        _scales_of(matrix)
+        _scales_of(matrix)  # raises for scales that don't fit
     if source.matrices:
         return
     if source.scales is not None and not isinstance(on_this_rank(parameter), StoredWeight):
@@ -350,7 +355,7 @@ def _check_target(model: nn.Module, key: str, source: _CheckpointTensor) -> None
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
             "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"
         )
-    _scales_of(source)
+    _scales_of(source)  # as above
 
 
 def _check_meta(model: nn.Module, loaded_ids: set[int]) -> None:
@@ -375,12 +380,12 @@ def _load(model: nn.Module, key: str, source: _CheckpointTensor, device: Any) ->
     module, target = _owner(model, key)
     local = on_this_rank(target)
     device = torch.device(device) if local.is_meta else local.device
-    was_rounded = False
     value: Tensor
     if isinstance(local, StoredWeight):
-        value, was_rounded = (_read_experts_weight if source.matrices else _read_weight)(target, local, source, device)
+        read = _read_experts_weight if source.matrices else _read_weight
+        value, was_rounded = read(target, local, source, device)
     else:
-        value = source.read(own_slices(source.shape, target), device)
+        value, was_rounded = source.read(own_slices(source.shape, target), device), False
         value = value.to(target.dtype) if target.is_floating_point() else value
     if local.is_meta and not isinstance(target, nn.Parameter):
         setattr(module, key.rpartition(".")[2], value)  # a buffer
@@ -421,7 +426,7 @@ def _read_values(source: _CheckpointTensor, part: Slices, device: torch.device, 
 
 
 def _read_weight(target: Tensor, local: StoredWeight, source: _CheckpointTensor, device: torch.device) -> OwnPart:
-    """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
+    """Return (this rank's part of the target, which is now ``local``; whether it was rounded to new codes).
 
     Codes stay as they are where possible.
     """
@@ -447,39 +452,44 @@ def _read_experts_weight(
 ) -> OwnPart:
     """Return what ``_read_weight`` does, for experts whose matrices are tensors: codes stay if all scales fit."""
     experts = own_slices(target.shape, target)[0]
-    scale_inv = torch.zeros(local.scales_shape(target.shape), dtype=torch.float32, device="cpu")
-    height = local.granularity.of_matrices(target.shape).tile[0]
-    scales_by_matrix = [(matrix, _scales_of(matrix.tensor)) for matrix in source.matrices]
-    all_fit = all(_write_scales_if_they_fit(scale_inv, height, *each) for each in scales_by_matrix)
-    all_fit = all_fit and local.may_have(scale_inv)
-    codes_or_values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=device)
-    for (expert, rows, matrix), scales in scales_by_matrix:
+    scales = [_scales_of(matrix.tensor) for matrix in source.matrices]
+    scale_inv = _joined_scales(target, source, scales)
+    dtype = torch.float32 if scale_inv is None else local.qdata.dtype
+    codes_or_values = torch.empty(local.shape, dtype=dtype, device=device)
+    for (expert, rows, matrix), matrix_scales in zip(source.matrices, scales, strict=True):
         if experts.start <= expert < experts.stop:
             whole = own_slices(matrix.shape, codes_or_values)  # all of it, as that is no DTensor
-            matrix_scales = None if all_fit else scales
-            codes_or_values[expert - experts.start, rows] = _read_values(matrix, whole, device, matrix_scales)
-    if all_fit:
-        return _with_codes(local, codes_or_values, scale_inv[experts], target), False
-    return StoredWeight.cast(codes_or_values, local.granularity, target.requires_grad, target), True
+            scales_to_apply = matrix_scales if scale_inv is None else None
+            codes_or_values[expert - experts.start, rows] = _read_values(matrix, whole, device, scales_to_apply)
+    if scale_inv is None:
+        return StoredWeight.cast(codes_or_values, local.granularity, target.requires_grad, target), True
+    return _with_codes(local, codes_or_values, scale_inv[experts], target), False
 
 
-def _write_scales_if_they_fit(scale_inv: Tensor, height: int, matrix: _ExpertMatrix, scales: FileScales | None) -> bool:
-    """Write a matrix's scales into its expert's if they fit; return whether they did.
+def _joined_scales(target: Tensor, source: _CheckpointTensor, scales: list[FileScales | None]) -> Tensor | None:
+    """Return the scale_inv of all experts, made of these scales of their matrices; None if the target can't have them.
 
-    ``scale_inv``: of all experts, by blocks of this height; 0 where none were written. A scale of several matrices must
-    be the same in all.
+    A scale that several matrices share must be the same in all of them.
     """
-    its_scales = scale_inv[matrix.expert, matrix.rows.start // height : -(-matrix.rows.stop // height)]
-    has_shared_block = scale_inv.shape[1] > 1 and matrix.rows.start % height
-    if scales is None or scales.scale_inv.shape != its_scales.shape or has_shared_block:
-        return False
-    if agrees := bool(((its_scales == 0) | (its_scales == scales.scale_inv)).all()):
-        its_scales.copy_(scales.scale_inv)
-    return agrees
+    local: Any = on_this_rank(target)
+    scale_inv = torch.zeros(local.scales_shape(target.shape), dtype=torch.float32, device="cpu")  # 0: none yet
+    height = local.granularity.of_matrices(target.shape).tile[0]
+    for (expert, rows, _), matrix_scales in zip(source.matrices, scales, strict=True):
+        place = scale_inv[expert, rows.start // height : -(-rows.stop // height)]
+        begins_within_block = scale_inv.shape[1] > 1 and rows.start % height
+        if matrix_scales is None or matrix_scales.scale_inv.shape != place.shape or begins_within_block:
+            return None
+        if not ((place == 0) | (place == matrix_scales.scale_inv)).all():
+            return None
+        place.copy_(matrix_scales.scale_inv)
+    return scale_inv if local.may_have(scale_inv) else None
 
 
 def _scales_of(source: _CheckpointTensor) -> FileScales | None:
-    """Return the scales of codes [N, K] or [E, N, K]; None for a tensor in high precision."""
+    """Return the scales of codes [N, K] or [E, N, K]; None for a tensor in high precision.
+
+    ValueError for scales of another shape or dtype than a cast of the codes can have written.
+    """
     if source.scales is None:
         return None
     file, name = source.scales
@@ -493,4 +503,4 @@ def _scales_of(source: _CheckpointTensor) -> FileScales | None:
         scale_inv = scale_inv.reshape([1] * len(source.shape))
     elif scale_inv.ndim == 1:
         scale_inv = scale_inv.unsqueeze(1)
-    return FileScales(scale_inv, granularity_of_file(torch.Size(source.shape), scale_inv, name))
+    return FileScales(scale_inv, checked_granularity(torch.Size(source.shape), scale_inv, name))

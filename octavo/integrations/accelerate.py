@@ -102,12 +102,13 @@ class TrainingState:
 
     def _load_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if SCHEDULE_KEY in state_dict:
-            self._load_schedule_checked(state_dict[SCHEDULE_KEY])
+            self._load_fitting_schedule(state_dict[SCHEDULE_KEY])
 
     def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Store weights in FP8 or plain, like those that the model is about to load; every later hook is too late.
+        """Begin the phase that stores weights as the ``state_dict`` does that the model is about to load.
 
-        It does nothing once training has begun: an optimizer's state of a weight would not change with the weight.
+        Hooks of the optimizer, which get the saved phase, run after that. Once training has begun this does nothing: an
+        optimizer's state of a weight would not change with the weight.
         """
         if (schedule := self.schedule) is None or schedule.optimizer.state:
             return
@@ -119,16 +120,17 @@ class TrainingState:
                 schedule.load_state_dict({**schedule.state_dict(), "index": index})  # begin it without counting a step
                 return
 
-    def _load_schedule_checked(self, saved: dict[str, Any]) -> None:
+    def _load_fitting_schedule(self, saved: dict[str, Any]) -> None:
         """Load the schedule's state; model and optimizer, if loaded already, must have the form of its phase."""
         schedule: Any = self.schedule
         target = schedule.target_of(saved)
-        part = "weights" if target.conversion(self.model).storage else "optimizer"
-        has_other_settings = target.settings != getattr(schedule.optimizer, "settings", None)
-        if part == "weights" or (schedule.optimizer.state and has_other_settings):
+        storage_differs = bool(target.conversion(self.model).storage)
+        settings_differ = target.settings != getattr(schedule.optimizer, "settings", None)
+        if storage_differs or (schedule.optimizer.state and settings_differ):
             raise ValueError(
-                f"the checkpoint is of {target.phase}, which keeps {part} otherwise than the model and its optimizer "
-                "did when they were loaded: call schedule.load_state_dict before these, in a loop of your own"
+                f"the checkpoint is of {target.phase}, which keeps {'weights' if storage_differs else 'optimizer'} "
+                "otherwise than the model and its optimizer did when they were loaded: call schedule.load_state_dict "
+                "before these, in a loop of your own"
             )
         schedule.load_state_dict(saved)
 
@@ -168,7 +170,7 @@ class TrainingState:
                     "with the same recipe and select; another recipe is octavo.set_recipe's after loading"
                 )
         if self.schedule is not None:
-            self._load_schedule_checked(state_dict["schedule"])
+            self._load_fitting_schedule(state_dict["schedule"])
         PlainModel(self.model).load_delayed(state_dict["delayed"], Ranks.of_process())
         self._warning.close()
 
@@ -196,7 +198,8 @@ def convert_once(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not "
                 f"{recipe.of(*names).name!r}: convert in one place only, or with the same recipe"
             )
-    if not layers and not RecipeModule.named_in(convert(model, recipe, select)):
+    converted = model if layers else convert(model, recipe, select)
+    if not RecipeModule.named_in(converted):
         raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
 
 

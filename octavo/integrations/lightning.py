@@ -66,14 +66,14 @@ class OctavoPrecision(Precision):
         self.select, self.phases = select, tuple(schedule)
         self.schedule: PrecisionSchedule | None = None
         # the precision of all but FP8
-        self._inner: Precision = HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
+        self._other_precision: Precision = HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
         self._model: nn.Module | None = None
-        self._uses_early: list[Any] = []  # optimizers that round or use gradients in backward
+        self._early_optimizers: list[Any] = []  # optimizers that round or use gradients in backward
         self._state: TrainingState | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a model to the recipe at its first fit; raise ValueError if it was sharded before."""
-        module = self._inner.convert_module(module)
+        module = self._other_precision.convert_module(module)
         if module is self._model:  # converted in an earlier fit, and perhaps in a later phase since
             return module
         if not RecipeModule.named_in(module) and any(isinstance(child, FSDPModule) for child in module.modules()):
@@ -91,13 +91,13 @@ class OctavoPrecision(Precision):
         """Begin the schedule, if the model is to be trained."""
         assert self._model is not None
         if self.precision == "bf16-mixed":
-            self._inner = MixedPrecision("bf16-mixed", next(self._model.parameters()).device.type)
+            self._other_precision = MixedPrecision("bf16-mixed", next(self._model.parameters()).device.type)
         trainer: Any = self._model.trainer
         if trainer.state.fn != TrainerFn.FITTING:
             return model, optimizers, lr_schedulers
         for optimizer in optimizers if trainer.gradient_clip_val else ():
             check_clip(optimizer, f"gradient_clip_val={trainer.gradient_clip_val}")
-        self._uses_early = [optimizer for optimizer in optimizers if uses_gradients_early(optimizer)]
+        self._early_optimizers = [optimizer for optimizer in optimizers if uses_gradients_early(optimizer)]
         if self.phases:
             if len(optimizers) != 1:
                 raise ValueError(f"a schedule follows one optimizer, and configure_optimizers gave {len(optimizers)}")
@@ -110,8 +110,8 @@ class OctavoPrecision(Precision):
     def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward; gradients kept in FP8 or used in backward only accumulate before a step's last micro-batch."""
         with ExitStack() as contexts:
-            for optimizer_in_backward in self._uses_early if model.trainer.fit_loop._should_accumulate() else ():
-                contexts.enter_context(optimizer_in_backward.accumulate())
+            for early in self._early_optimizers if model.trainer.fit_loop._should_accumulate() else ():
+                contexts.enter_context(early.accumulate())
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -134,13 +134,13 @@ class OctavoPrecision(Precision):
             warnings.warn("the checkpoint was saved without OctavoPrecision: its state begins anew", stacklevel=2)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self._inner.forward_context()
+        return self._other_precision.forward_context()
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._inner.tensor_init_context()
+        return self._other_precision.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._inner.module_init_context()
+        return self._other_precision.module_init_context()
 
     def convert_input(self, data: Any) -> Any:
-        return self._inner.convert_input(data)
+        return self._other_precision.convert_input(data)

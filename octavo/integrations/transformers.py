@@ -161,7 +161,7 @@ class OctavoCallback(TrainerCallback):
             self._training.callback(self.recorder.close)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the previous step, with the numbers that Trainer logged."""
+        """Record the step before, unless it is recorded, with its numbers, which Trainer logs after its end."""
         if self.recorder is not None and self._logged is not None:
             self.recorder.step(**self._logged)
         self._logged = None
@@ -180,7 +180,7 @@ class OctavoCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish the record."""
-        self.on_step_begin(args, state, control)
+        self.on_step_begin(args, state, control)  # records the last step
         self._training.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import warnings
@@ -72,15 +71,15 @@ class PreparedUpdate(NamedTuple):
         data: the tensor that the step writes: the weight, or its codes.
         address: of data.
         version: of data after the last step.
-        options: the weight's group and number, the seed, and its moments' names.
-        state: the values of its state.
+        options: (the weight's group, its number in the optimizer, the seed, its moments' names).
+        state: the values of the weight's state.
     """
 
     update: WeightUpdate
     data: Tensor
     address: int
     version: int
-    options: tuple[Any, ...]
+    options: tuple[int, int, int, tuple[str, ...]]
     state: tuple[Any, ...]
 
 
@@ -103,8 +102,16 @@ def changes_since(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> tup
 class CompactOptimizer(Optimizer):
     """Base of octavo's optimizers: moments in few bytes, weights of any master.
 
-    ``moments`` says how each of ``names`` is stored; the other arguments are AdamW's. Attributes named in
-    ``shared_settings`` have to be the same on all ranks; they are pickled, and those of ``also_pickled`` too.
+    ``moments`` says how each of the moments called ``names`` is stored; the other arguments are AdamW's.
+
+    A subclass says by ``_options`` how its step computes. It may also have other ``moments_of``, ``names_of`` (which
+    moments a group's weights have), ``bounds_update``, ``check_weight``, ``split_group`` and ``_launch``.
+
+    A step has three parts: ``begin_step``; ``_run``, or a ``step_some`` for each batch of weights; ``end_step``.
+
+    Attributes:
+        shared_settings: names of attributes that all ranks must have alike; they are pickled.
+        also_pickled: names of the other attributes that are pickled.
     """
 
     names: tuple[str, ...] = ()
@@ -135,13 +142,14 @@ class CompactOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _reset(self) -> None:
-        """Reset the attributes that copies and saved states leave out."""
-        # updates; _current_update makes one anew once it is no longer right, and all after a load or new settings
+        """Give attributes that are neither copied nor pickled the values of an optimizer without any steps."""
+        # each weight's update as the last step used it; _current_update makes anew those that are no longer right
         self._prepared: dict[nn.Parameter, PreparedUpdate] = {}
-        # the kernels' launches of prepared updates, dropped with the first of these; "captured": CUDA graphs read it
+        # the kernels' launches of prepared updates: dropped once one update is made anew, but for the entry "captured",
+        # whose tensors CUDA graphs read
         self._plans: dict[Any, Any] = {}
-        # each parameter's group and number, and the weights in FP8 with one scale whose shards lie on several ranks:
-        # found anew by _find_positions once there are other parameters
+        # _find_positions finds both anew once there are other parameters: each parameter's (group, number), and the
+        # weights in FP8 with one scale whose shards lie on several ranks
         self._positions: dict[nn.Parameter, tuple[int, int]] = {}
         self._sharded: list[nn.Parameter] = []
         self._options_compared = False  # whether ranks have compared their options
@@ -157,10 +165,7 @@ class CompactOptimizer(Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; check that each weight has a master, and note in the group how its state is to be read.
-
-        A group that is refused leaves the optimizer as it was.
-        """
+        """Add a group, as torch does; ValueError for weights that it can't update, and nothing is added then."""
         count = len(self.param_groups)
         try:
             for group in self.split_group(param_group):
@@ -179,16 +184,16 @@ class CompactOptimizer(Optimizer):
                 shard.facts.awaited = True
 
     def split_group(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the groups that are to be added for a group of the user's."""
+        """Yield the groups that are added in place of one that the user gives."""
         yield group
 
     def _describe(self) -> None:
-        """Note in each group how its state is to be read: torch.distributed.checkpoint saves what groups have."""
+        """Write to each group how states are to be read: checkpoints of torch.distributed save groups' entries."""
         for group in self.param_groups:
             group["octavo"] = states.describe(self.settings, self.seed)
 
     def check_weight(self, weight: Tensor, group: dict[str, Any], settings: Settings) -> None:
-        """Raise ValueError for a weight of a group that these settings don't fit."""
+        """Raise ValueError if an optimizer of these settings can't update a weight of this group."""
         states.check_weight(weight, settings.only(self.names_of(group)), self.bounds_update(settings, [weight]))
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
@@ -205,19 +210,19 @@ class CompactOptimizer(Optimizer):
         return self.bounds_update(self.settings, self.all_params())
 
     def _forget_clip_update(self) -> None:
-        """Have ``clip_update`` be computed anew, as settings, parameters or a weight's storage changed."""
+        """Drop ``clip_update``, which settings, parameters and weights' storage decide, as one of these changed."""
         vars(self).pop("clip_update", None)
 
     def adopt(self, settings: Settings) -> None:
-        """Take over the settings to which optim/conversion.py has converted weights and state."""
+        """Take the settings to which optim/conversion.py has converted weights and state as the optimizer's own."""
         self.moments, self.master = settings.moments, settings.master
         self._forget_clip_update()
         self._describe()
         self.forget_prepared()
-        self.end_step()  # the maximum over ranks of amaxes is taken anew
+        self.end_step()  # conversion has found new amaxes, whose maxima over ranks this takes
 
     def measure(self, weights: Iterable[nn.Parameter] | None) -> None:
-        """Have steps measure their updates of these weights from now on, in a Resolution; with None of none."""
+        """Sum updates of these weights in a new ``resolution`` from the next step on; None: measure no updates."""
         self.resolution = None if weights is None else Resolution(weights)
         self.forget_prepared()
 
@@ -244,7 +249,7 @@ class CompactOptimizer(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _attach(self) -> None:
-        """Hook the present parameters, whose gradients are stored in FP8: some may be new, or trained since."""
+        """Hook parameters that have no hook yet, with gradients in FP8: some may be new, or no longer frozen."""
         if self._gradients is not None:
             self._gradients.hooks.attach(self.all_params())
 
@@ -280,9 +285,9 @@ class CompactOptimizer(Optimizer):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Take the maxima over ranks of amaxes anew, where weights were loaded or written since the last step.
+        """Begin a step, unless it has begun: where weights were loaded or written, take amaxes' maxima over ranks.
 
-        It does so once a step. Every rank decides alike, by its states, its tensors' versions and loads.
+        Every rank decides alike whether to, by its states, its tensors' versions and loads.
         """
         if self._step_has_begun:
             return
@@ -295,7 +300,7 @@ class CompactOptimizer(Optimizer):
         self._was_loaded = False
 
     def end_step(self) -> None:
-        """Take the maxima over ranks of updated weights' amaxes; all ranks have called ``begin_step``."""
+        """End a step: take the maxima over ranks of updated weights' amaxes."""
         self._step_has_begun = False
         share_amaxes(self._params_with_shared_amax(), self.state)
 
@@ -358,7 +363,7 @@ class CompactOptimizer(Optimizer):
         self._note_writes(params)
 
     def _note_writes(self, params: list[nn.Parameter]) -> None:
-        """Copy what the step wrote into a contiguous copy of a weight, and raise the versions of what it wrote."""
+        """Raise the versions of what a step wrote; copy it to weights that are not contiguous from their copies."""
         codes: dict[nn.Parameter, Tensor] = {}
         for param in params:
             prepared, weight = self._prepared[param], on_this_rank(param)
@@ -442,9 +447,9 @@ class CompactOptimizer(Optimizer):
             weight.low_bits = None  # the master has them
         return prepared, begins_anew
 
-    def _prepare(self, param: nn.Parameter, weight: Tensor, options: tuple[Any, ...]) -> PreparedUpdate:
+    def _prepare(self, param: nn.Parameter, weight: Tensor, options: Any) -> PreparedUpdate:
         """Make a weight's update anew, which the next steps use too; launches of the update before it are dropped."""
-        group, number, seed, names = options
+        group, number, seed, names = options  # see PreparedUpdate
         if param in self._prepared:
             self._forget_plans()
         if isinstance(weight, StoredWeight) and not self.clip_update:  # it may have been stored since
@@ -508,9 +513,9 @@ class CompactOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch's; one with other moments or masters is converted, with a warning.
 
-        A weight's master is loaded if it was kept in the same way; else it begins as the weight. A state of before the
-        first step is not kept where the first step would begin with the same one: accelerate's ``prepare`` loads an
-        optimizer's own state, and may replace or store the weights anew afterwards. So load the model before it.
+        A weight's master is loaded if it was kept in the same way; else it begins as the weight: so load the model
+        first. A state without steps is dropped where the first step would make the same one, because accelerate's
+        ``prepare`` loads an optimizer's own state, and may replace or store the weights anew afterwards.
 
         Raises:
             ValueError: if the state does not fit the parameters; nothing is changed then.
@@ -519,20 +524,21 @@ class CompactOptimizer(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups = copy.deepcopy(state_dict["param_groups"])
-        ids = [index for group in groups for index in group["params"]]
-        description = states.fit_groups(groups, self)
+        saved_groups = state_dict["param_groups"]
+        groups = states.groups_to_load(saved_groups, self)
+        description = saved_groups[-1].get("octavo")  # how the state is to be read; None: it is torch's
+        group_of = {param: group for group in groups for param in group["params"]}
+        saved_ids = dict(zip(group_of, (index for group in saved_groups for index in group["params"]), strict=True))
         same_form = description is None or states.has_form_of(description, self.settings)
         loaded_states: dict[Tensor, states.LoadedState] = {}
-        in_groups = [(param, group) for group in groups for param in group["params"]]
-        for index, (param, group) in zip(ids, in_groups, strict=True):
-            if saved := state_dict["state"].get(index):
+        for param, group in group_of.items():
+            if saved := state_dict["state"].get(saved_ids[param]):
                 settings = self._settings_in(saved, group)
                 loaded_states[param] = states.load_state(param, saved, description, same_form, settings)
         new_states = defaultdict(dict, {param: loaded.state for param, loaded in loaded_states.items()})
         lost_masters = {loaded.lost_master for loaded in loaded_states.values()}
         is_converted = any(lost_masters) or any(loaded.moments_converted for loaded in loaded_states.values())
-        if not is_converted and self._would_begin_with(new_states, dict(in_groups)):
+        if not is_converted and self._would_begin_with(new_states, group_of):
             new_states.clear()
         super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_prepared()
@@ -541,7 +547,7 @@ class CompactOptimizer(Optimizer):
         self._describe()
         self._attach()
         for shard in fp8_shards(new_states):
-            shard.low_bits = None
+            shard.low_bits = None  # the loaded masters have them
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
         if is_converted:
@@ -549,15 +555,15 @@ class CompactOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _would_begin_with(self, loaded: dict[Any, dict[str, Any]], groups: dict[Any, dict[str, Any]]) -> bool:
-        """Whether loaded states are of before the first step, and those that the weights would begin with here.
+    def _would_begin_with(self, loaded: dict[Any, dict[str, Any]], group_of: dict[Any, dict[str, Any]]) -> bool:
+        """Whether the first step would make just these loaded states, so that they need not be kept.
 
-        Only weights in FP8 have a state saved before that. Sharded ones keep it: ranks, which could answer
+        Only weights in FP8 have a state saved before their first step. Sharded ones keep it: ranks, which could answer
         differently, begin their states together.
         """
         if not fp8_shards(loaded) or any(is_sharded(param) or state["step"].is_meta for param, state in loaded.items()):
             return False
-        pairs = ((state, states.new_state(param, self.settings_of(groups[param]))) for param, state in loaded.items())
+        pairs = ((state, states.new_state(param, self.settings_of(group_of[param]))) for param, state in loaded.items())
         return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
 
     def _settings_in(self, saved_state: dict[str, Any], group: dict[str, Any]) -> Settings:

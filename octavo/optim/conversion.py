@@ -46,7 +46,7 @@ def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
 
 
 class BytesKept(NamedTuple):
-    """Elements of weights, and the bytes on this rank of weights, masters, moments and gradients; see PhasePlan."""
+    """The number of weights' elements, and the bytes that weights, masters, moments and gradients take on this rank."""
 
     parameters: int
     weights: int
@@ -56,11 +56,11 @@ class BytesKept(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """A conversion of how a model's weights and their optimizer's state are kept.
+    """A change of the form in which a model's weights and their optimizer's state are kept.
 
     Attributes:
-        settings: of moments and masters; None with an optimizer of torch's.
-        storage: {weight: its new storage}.
+        settings: of moments and masters after the change; None with an optimizer of torch's.
+        storage: {weight: its storage after the change}, of the weights whose storage changes.
     """
 
     settings: Settings | None
@@ -90,7 +90,7 @@ class Conversion(NamedTuple):
             )
 
     def apply(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Convert an optimizer's weights and state, and the weights of the model that it lacks; FSDP2 gets shards.
+        """Convert a model's weights, and their optimizer's state; FSDP2 is given the new shards of weights.
 
         Each parameter stays the same object. ValueError if a weight can't be kept so; nothing is changed then.
         """
@@ -111,40 +111,43 @@ class Conversion(NamedTuple):
                 take_shard(model, weight)
 
     def put_blanks(self) -> None:
-        """Put zeros of their new storage into the weights, which are those of a model without data."""
+        """Put zeros in their new storage in the place of the weights: for a model whose tensors have no data."""
         for weight, granularity in self.storage.items():
             put_into(weight, blank(weight, granularity))
 
     def bytes_kept(self, params: Iterable[nn.Parameter], optimizer: Optimizer) -> BytesKept:
-        """Return the bytes of a model's parameters with their optimizer after the change.
+        """Return the bytes that a model's parameters, with their optimizer, take after the change.
 
         TypeError for an optimizer of others whose state is known after its first step only.
         """
         group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
-        weights = masters = moments = parameters = 0
-        gradients = [0]
-        for param in params:
-            shard = on_this_rank(param.detach())
-            changes = param in self.storage
-            stored = blank(shard, self.storage[param], "meta") if changes else torch.empty_like(shard, device="meta")
-            pair_or_tensor = [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
-            weights += states.bytes_of(pair_or_tensor)
-            parameters += shard.numel()
-            if not isinstance(optimizer, CompactOptimizer):
-                moments += _torch_moments(optimizer, param, group_of[param]) if param in group_of else 0
-            elif param in group_of and self.settings is not None and param.requires_grad:
-                group_settings = self.settings.only(optimizer.names_of(group_of[param]))
-                masters += states.bytes_of(MasterForm.of(stored, group_settings.master).new_state(stored).values())
-                moments += states.bytes_of(states.new_moments(group_settings.moments_of(param), stored).values())
-            if param.requires_grad:
-                gradients.append(_gradient_bytes(param, getattr(optimizer, "gradient_storage", None) is not None))
-        waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
-        all_gradients = sum(gradients)  # at most those that wait for their update, and the largest
-        most = all_gradients if waiting is None else min(all_gradients, waiting + max(gradients))
-        return BytesKept(parameters, weights, masters, moments, most)
+        of_params = [BytesKept(0, 0, 0, 0, 0), *(self._bytes_of(p, optimizer, group_of.get(p)) for p in params)]
+        total = BytesKept(*map(sum, zip(*of_params, strict=True)))
+        if (waiting := getattr(getattr(optimizer, "in_backward", None), "threshold", None)) is None:
+            return total
+        most = waiting + max(each.gradients for each in of_params)  # gradients that wait for their update, and one more
+        return total._replace(gradients=min(total.gradients, most))
+
+    def _bytes_of(self, param: nn.Parameter, optimizer: Optimizer, group: dict[str, Any] | None) -> BytesKept:
+        """Return the bytes of one parameter after the change; ``group``: the optimizer's that has it, or None."""
+        shard = on_this_rank(param.detach())
+        changes = param in self.storage
+        stored = blank(shard, self.storage[param], "meta") if changes else torch.empty_like(shard, device="meta")
+        pair_or_tensor = [stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored]
+        masters = moments = gradients = 0
+        if not isinstance(optimizer, CompactOptimizer):
+            moments = 0 if group is None else _torch_moments(optimizer, param, group)
+        elif group is not None and self.settings is not None and param.requires_grad:
+            settings = self.settings.only(optimizer.names_of(group))
+            masters = states.bytes_of(MasterForm.of(stored, settings.master).new_state(stored).values())
+            moments = states.bytes_of(states.new_moments(settings.moments_by_name(param), stored).values())
+        if param.requires_grad:
+            gradients = _gradient_bytes(param, is_coded=getattr(optimizer, "gradient_storage", None) is not None)
+        return BytesKept(shard.numel(), states.bytes_of(pair_or_tensor), masters, moments, gradients)
 
 
 def _gradient_bytes(param: nn.Parameter, is_coded: bool) -> int:
+    """Return the bytes of a parameter's gradient; ``is_coded``: it is kept in FP8, where its shape allows that."""
     gradient = torch.empty_like(on_this_rank(param.detach()), dtype=param.dtype, device="meta")
     stored = StoredGradient.cast(gradient, param.dtype, is_fp8_experts(param)) if is_coded else None
     return states.bytes_of([gradient] if stored is None else [stored.qdata, stored.scale_inv])
@@ -165,7 +168,7 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter, group: dict[str, A
 
 
 def _convert_param(optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: NewStorage) -> None:
-    """Convert a weight and its state, as ``Conversion.apply`` does for all."""
+    """Convert one weight of an optimizer, and its state, to these settings, and to its new storage if there is one."""
     same_storage = param not in storage
     state = optimizer.state.get(param)
     if not state:
@@ -191,10 +194,13 @@ def _convert_param(optimizer: CompactOptimizer, param: nn.Parameter, settings: S
 
 
 def _convert_moments(param: Tensor, new_param: Tensor, state: WeightState, old: Settings, new: Settings) -> WeightState:
-    """Return the tensors of all moments after a change of settings; those whose form stays are not copied."""
+    """Return the tensors of all moments of ``state`` in the form of the settings ``new``, not copied if they have it.
+
+    ``new_param``: zeros of the parameter's shape, in the storage that it will have.
+    """
     tensors: WeightState = {}
-    old_moments = old.moments_of(param)
-    for name, moment in new.moments_of(param).items():
+    old_moments = old.moments_by_name(param)
+    for name, moment in new.moments_by_name(param).items():
         empty_tensors = moment.new_state(name, on_this_rank(param).shape, "meta", is_fp8_experts(new_param))
         if moment == old_moments[name] and all(
             key in state and on_this_rank(state[key]).shape == value.shape for key, value in empty_tensors.items()
@@ -207,9 +213,10 @@ def _convert_moments(param: Tensor, new_param: Tensor, state: WeightState, old: 
 
 @torch.no_grad()
 def _convert_master(old: Master, new: Master, param: Tensor, same_storage: bool) -> None:
-    """Convert a weight's master to another kind, rounded to nearest. Where the weight's storage stays, its scale does.
+    """Write the values of a weight's master ``old`` to the master ``new`` of another kind, rounded to nearest.
 
-    Ranks that share the weight share its scale where it has one for all elements.
+    If the weight's storage stays, its scales do; else each new scale comes from the largest of its values, on all ranks
+    if they share a scale.
     """
     values = old.read_all(old.weight)
     # splits round ties another way than float masters, by which codes could change

@@ -63,16 +63,19 @@ class MasterForm:
         )
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the state's tensors of a master that begins as the weight.
+        """Return the state's tensors of a master that begins as the weight."""
+        if isinstance(weight, StoredWeight):
+            return self._new_state_of_codes(weight)
+        if self.low_bits_dtype is None:
+            return {}
+        return {"master_rest": _as_bytes(torch.zeros(weight.shape, dtype=self.low_bits_dtype, device=weight.device))}
 
-        The master of a weight in FP8 begins as the value that was cast to it, if that is still known and the master has
-        ``low_bits`` to hold it. Its amax, from which the next scale comes, is part of the state.
+    def _new_state_of_codes(self, weight: StoredWeight) -> dict[str, Tensor]:
+        """Return what ``new_state`` does, of a weight in FP8: also its amax, from which the next scale comes.
+
+        The master begins as the value that was cast to the codes, if that is still known and the master keeps more than
+        the codes.
         """
-        if not isinstance(weight, StoredWeight):
-            if self.low_bits_dtype is None:
-                return {}
-            no_bits = torch.zeros(weight.shape, dtype=self.low_bits_dtype, device=weight.device)
-            return {"master_rest": _as_bytes(no_bits)}
         if not has_powers_of_two(weight.scale_inv) or weight.granularity in FROZEN_ONLY:
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
@@ -84,17 +87,18 @@ class MasterForm:
         codes = weight.qdata.view(torch.uint8)
         values = _values_of(codes, weight.scale_inv, low_bits)
         amaxes = torch.empty_like(weight.scale_inv)
-        state = {"master_amax": amaxes}
         for target, matrix in zip(amaxes, values, strict=True) if weight.ndim == 3 else [(amaxes, values)]:
             target.copy_(amax(matrix, weight.granularity.tile))
-        if dtype == torch.float16:
-            values = _values_of(codes, torch.full_like(weight.scale_inv, FLOAT16_FACTOR), low_bits)
         if dtype is None:
-            return state
-        if dtype.is_floating_point:
-            return {**state, "master_rest": values.to(dtype)}
-        shift = torch.iinfo(dtype).bits - torch.iinfo(low_bits.dtype).bits
-        return {**state, "master_rest": _as_bytes(low_bits.to(dtype, copy=True).mul_(1 << shift))}
+            return {"master_amax": amaxes}
+        if dtype == torch.float16:
+            master_rest = _values_of(codes, torch.full_like(weight.scale_inv, FLOAT16_FACTOR), low_bits).to(dtype)
+        elif dtype.is_floating_point:
+            master_rest = values.to(dtype)
+        else:
+            shift = torch.iinfo(dtype).bits - torch.iinfo(low_bits.dtype).bits
+            master_rest = _as_bytes(low_bits.to(dtype, copy=True).mul_(1 << shift))
+        return {"master_amax": amaxes, "master_rest": master_rest}
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
         """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: if it is codes."""

@@ -138,6 +138,7 @@ def moments_of(moments: Any, count: int = 2) -> tuple[Moment, ...]:
     chosen = (moments,) if count == 1 else moments
     if not (isinstance(chosen, tuple) and len(chosen) == count and all(isinstance(m, Moment) for m in chosen)):
         raise TypeError(remedy)
-    if any(first.root or (isinstance(first.format, Format) and not first.format.signed) for first in chosen[:1]):
-        raise ValueError(f"{chosen[0]} has no sign: it is for second moments")
+    first = chosen[0]
+    if first.root or (isinstance(first.format, Format) and not first.format.signed):
+        raise ValueError(f"{first} has no sign: it is for second moments")
     return chosen

@@ -11,6 +11,7 @@ master_kind                          the master's kind, as several have equal na
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class Settings(NamedTuple):
     names: tuple[str, ...]
     master: str | None
 
-    def moments_of(self, param: Tensor) -> dict[str, Moment]:
+    def moments_by_name(self, param: Tensor) -> dict[str, Moment]:
         """Return a parameter's moments by name; where ranks share blocks, bf16 (a vector: float32) replaces codes."""
         moments = dict(zip(self.names, self.moments, strict=True))
         if ranks_share_blocks(param):
@@ -203,7 +204,7 @@ def new_state(param: nn.Parameter, settings: Settings) -> WeightState:
     """Return a parameter's state before its first step; the state of a sharded weight is sharded alike."""
     weight = on_this_rank(param.detach())
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
-    moments = new_moments(settings.moments_of(param), weight)
+    moments = new_moments(settings.moments_by_name(param), weight)
     return {"step": step} | sharded_like(moments, param) | new_master(param, settings.master)
 
 
@@ -261,7 +262,7 @@ def for_kernel(
             "octavo.schedule.PrecisionSchedule change the storage: the state follows; or make the optimizer anew"
         )
     master = MasterForm.of(param, settings.master)
-    moments = settings.moments_of(param)
+    moments = settings.moments_by_name(param)
     fp8_experts = is_fp8_experts(weight)
     if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0 and not fp8_experts:
         # a row of zeros stands in for a shard without rows: its update keeps the scale the same as on other ranks
@@ -293,24 +294,24 @@ class LoadedState(NamedTuple):
     lost_master: str | None
 
 
-def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] | None:
-    """Put an optimizer's parameters into loaded groups, and the options that these lack; ValueError if they don't fit.
+def groups_to_load(saved_groups: list[dict[str, Any]], optimizer: Any) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with the options of saved ones; options that were not saved stay as they are.
 
-    It returns the groups' description of how the state is to be read; None: the state is torch's.
+    ValueError if the saved groups don't fit the optimizer's parameters.
     """
-    present = optimizer.param_groups
-    old_counts, counts = ([len(group["params"]) for group in some] for some in (groups, present))
+    present_groups = optimizer.param_groups
+    old_counts, counts = ([len(group["params"]) for group in some] for some in (saved_groups, present_groups))
     if old_counts != counts:
         raise ValueError(f"the state is of groups of {old_counts} parameters, and the optimizer has groups of {counts}")
-    description = None
-    for group, own_group in zip(groups, present, strict=True):
-        description = group.pop("octavo", None)
-        if group.get("amsgrad"):
+    groups = []
+    for saved, present in zip(saved_groups, present_groups, strict=True):
+        if saved.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
-        group |= {**own_group, **group, "params": own_group["params"]}
+        group = {**present, **copy.deepcopy(saved), "params": present["params"]}
         for param in group["params"]:
             optimizer.check_weight(param, group, optimizer.settings)
-    return description
+        groups.append(group)
+    return groups
 
 
 def load_state(
@@ -339,7 +340,7 @@ def load_state(
         old_moments = {name: moment_from(moment) for name, moment in description["moments"].items()}
     if missing := [name for name in settings.names if name not in old_moments]:
         raise ValueError(f"the state's moments are {[*old_moments]}, and this optimizer keeps {', '.join(missing)} too")
-    for name, new in settings.moments_of(param).items():
+    for name, new in settings.moments_by_name(param).items():
         state |= convert_moment(param, name, old_moments[name], new, saved_state)
     return LoadedState(state, True, lost_master)
 

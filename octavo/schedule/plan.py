@@ -149,7 +149,7 @@ def _cheapest(
             "leave moments and masters as they were": (last, storage),
             f"only compute in {phase.name}, which takes no memory for parameters": (last, previous.storage),
         }
-        targets = {name: replace(target, settings=way[0], storage=way[1]) for name, way in ways.items()}
+        targets = {name: replace(target, settings=way, storage=form) for name, (way, form) in ways.items()}
     else:
         targets = _with_other_options(model, optimizer, target)
     totals = {name: _phase_plan(model, optimizer, each, phase.saved).total for name, each in targets.items()}

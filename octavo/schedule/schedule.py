@@ -129,6 +129,11 @@ class LossWatch:
         """Return the losses and counts that a checkpoint saves."""
         return {"losses": self.losses.cpu(), "seen": int(self.seen), "faults": int(self.faults)}
 
+    def check_window_of(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if a dict that ``state`` returned is of another window than this policy's."""
+        if (window := len(state["losses"])) != self.policy.window:
+            raise ValueError(f"the state is of window={window}, not {self.policy.window}")
+
     def load(self, state: dict[str, Any]) -> None:
         """Load a dict that ``state`` returned, of the same window."""
         self.losses = state["losses"].clone()
@@ -239,7 +244,7 @@ class PrecisionSchedule:
         self._watch: LossWatch | None = None
         self.skip_flag: Tensor | None = None  # on the device; not 0 if the step last observed is skipped
         self._must_skip = False  # whether an optimizer of torch's must skip this step
-        self._scaler_may_skip = False  # whether a GradScaler skips this step, or may
+        self._scaler_may_skip = False  # whether a GradScaler skips this step, or may: _before_step hasn't run yet
         self.targets = phase_targets(model, optimizer, self.phases)  # of each phase
         self._recovery_targets: list[Target] = []  # the recovery's Target after each phase
         if recovery is not None:
@@ -319,21 +324,28 @@ class PrecisionSchedule:
         self._must_skip = False
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = None
-        waits = self._awaits("when_lr_below")
-        rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if waits else 0.0
-        self._progress.highest_lr = max(self._progress.highest_lr, rate)
-        resolution = getattr(self.optimizer, "resolution", None)
-        ratio = None if resolution is None or self.steps % RESOLUTION_EVERY else resolution.next_ratio()
-        self._progress.highest_ratio = max(self._progress.highest_ratio, ratio or 0.0)
-        while self.index + 1 < len(self.phases) and (reason := self._reason(self.phases[self.index + 1], rate, ratio)):
-            self.index += 1
-            ratio = None
-            if not self._progress.recovering:
-                self._enter(self.targets[self.index], self.index, reason)
+        self._begin_due_phases()
         self._recover()
 
+    def _begin_due_phases(self) -> None:
+        """Begin the next phases if it is time; in a recovery only note to which phase training returns."""
+        progress, waits_for_rate = self._progress, self._awaits("when_lr_below")
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if waits_for_rate else 0.0
+        progress.highest_lr = max(progress.highest_lr, rate)
+        resolution = getattr(self.optimizer, "resolution", None)
+        ratio = None if resolution is None or self.steps % RESOLUTION_EVERY else resolution.next_ratio()
+        progress.highest_ratio = max(progress.highest_ratio, ratio or 0.0)
+        while self.index + 1 < len(self.phases) and (reason := self._reason(self.phases[self.index + 1], rate, ratio)):
+            self.index += 1
+            ratio = None  # a later phase begins by a ratio of its own
+            if not progress.recovering:
+                self._enter(self.targets[self.index], self.index, reason)
+
     def _reason(self, phase: Phase, rate: float, ratio: float | None) -> str:
-        """Return why a phase begins now; "" if it does not."""
+        """Return why a phase begins now; "" if it does not.
+
+        ``rate``: the learning rate; ``ratio``: of updates to the weights' resolution; None: there is no new one.
+        """
         assert phase.trigger is not None
         limit = getattr(phase, phase.trigger)
         match phase.trigger:
@@ -352,7 +364,7 @@ class PrecisionSchedule:
         return any(phase.trigger == trigger for phase in self.phases[self.index + 1 :])
 
     def _recover(self) -> None:
-        """Begin or end a recovery."""
+        """Begin a recovery if there was a fault, or end the one that runs if its steps are done."""
         if self._watch is None:
             return
         policy, progress = self._watch.policy, self._progress
@@ -404,9 +416,9 @@ class PrecisionSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state as numbers, strings and small tensors, for a checkpoint."""
         resolution = getattr(self.optimizer, "resolution", None)
-        counts = {"steps": self.steps, "tokens": self.tokens, "index": self.index, **asdict(self._progress)}
         return {
-            **counts,
+            **{name: getattr(self, name) for name in ("steps", "tokens", "index")},
+            **asdict(self._progress),
             "phases": [repr(phase) for phase in self.phases],
             "recipes": [to_json(phase.recipe) for phase in self.phases],
             "switches": [asdict(switch) for switch in self.switches],
@@ -446,8 +458,8 @@ class PrecisionSchedule:
                 raise ValueError(f"the state's recipe in {phase} is {saved}, not {recipe}".replace("\n", ""))
         if (state_dict["watch"] is None) != (self._watch is None):
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
-        if self._watch is not None and (window := len(state_dict["watch"]["losses"])) != self._watch.policy.window:
-            raise ValueError(f"the state is of window={window}, not {self._watch.policy.window}")
+        if self._watch is not None:
+            self._watch.check_window_of(state_dict["watch"])
         if state_dict["recovering"]:
             return self._recovery_targets[state_dict["rescued"]]
         return self.targets[state_dict["index"]]

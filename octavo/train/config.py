@@ -76,7 +76,7 @@ def choices(field: Field[Any]) -> tuple[str, ...]:
     return tuple(word for literal in literals for word in typing.get_args(literal))
 
 
-def check(field: Field[Any], value: object, name: str) -> None:
+def check_value(field: Field[Any], value: object, name: str) -> None:
     """Raise ValueError, which says what to choose for the option called ``name``, if a field doesn't take this value.
 
     The kind of a field is seen by its default, and by the words of its annotation, a Literal:
@@ -106,9 +106,11 @@ def check(field: Field[Any], value: object, name: str) -> None:
 
 
 class _Checked:
+    """A section of options, each of which is checked when it is built."""
+
     def __post_init__(self) -> None:
         for checked in fields(self):  # type: ignore[arg-type]
-            check(checked, getattr(self, checked.name), checked.name)
+            check_value(checked, getattr(self, checked.name), checked.name)
 
 
 @dataclass(frozen=True)
@@ -446,7 +448,7 @@ def _section(section: str, values: Any) -> dict[str, Any]:
     for name, value in values.items():
         is_path = fields_by_name[name].default is None and isinstance(value, str) and value
         options[name] = Path(value) if is_path else value
-        check(fields_by_name[name], options[name], f"{section}.{name}")
+        check_value(fields_by_name[name], options[name], f"{section}.{name}")
     return options
 
 

@@ -38,7 +38,7 @@ from octavo.train.config import (
 )
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.model import GPT
-from octavo.train.progress import Progress, RunRecorder, in_words
+from octavo.train.progress import Progress, StepReader, in_words
 from octavo.train.shard import device_name, ranks_of, require_even_batches, require_one_process
 from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory, settle_dtype
 
@@ -135,11 +135,11 @@ def run(
         (3, True)
     """
     recipe = chosen_recipe(recipe)
-    shared = _Shared(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
-    name = name or shared.config.called(recipe)
-    with shared.run_folders:
-        open_run = _OpenRun(shared, name, recipe)
-        shared.say_first([name])
+    setup = _Setup(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
+    name = name or setup.config.called(recipe)
+    with setup.run_folders:
+        open_run = _OpenRun(setup, name, recipe)
+        setup.say_first([name])
         return open_run.train()
 
 
@@ -159,30 +159,33 @@ def compare(
     """
     recipes = [check_recipe_name(name) for name in recipes]
     require_one_process(config.ranks)
-    shared = _Shared(config, recipes, corpus, hooks or Hooks(), Ranks())
-    names = list(dict.fromkeys(shared.config.called(name) for name in recipes))
+    setup = _Setup(config, recipes, corpus, hooks or Hooks(), Ranks())
+    names = list(dict.fromkeys(setup.config.called(name) for name in recipes))
     for name in names:
-        shared.rehearse(name)
+        setup.rehearse(name)
     results: list[RunResult] = []
-    with shared.run_folders:
+    with setup.run_folders:
         # all folders are opened before the first run, so that the second does not fail after minutes of training
-        open_runs = [_OpenRun(shared, name, name) for name in names]
-        shared.say_first(names)
+        open_runs = [_OpenRun(setup, name, name) for name in names]
+        setup.say_first(names)
         for index, name in enumerate(names):
-            shared.progress.message(f"run {index + 1} of {len(names)}: {name}")
+            setup.progress.message(f"run {index + 1} of {len(names)}: {name}")
             results.append(open_runs.pop(0).train(open_runs))  # nothing else holds the run, so its model is freed
             if results[-1].interrupted:
                 break
     return results
 
 
-class _Shared:
-    """The config, text, device and ranks that all runs of a comparison share. The config's dtype is never "auto"."""
+class _Setup:
+    """The config, text, device, ranks and hooks that all runs of a comparison use. The dtype is never "auto"."""
 
     def __init__(
         self, config: TrainConfig, recipes: Collection[object], corpus: Corpus | None, hooks: Hooks, ranks: Ranks
     ) -> None:
-        """Load the text, settle the dtype, and check that the model fits the device and the text is long enough."""
+        """Choose the device, settle the dtype and load the text, together with all ranks.
+
+        TrainError if the options, the device or the text can't be used, or ranks have different texts.
+        """
         self.hooks, self.progress, self.ranks = hooks, hooks.progress, ranks
         self.run_folders = contextlib.ExitStack()  # has the runs' folders locked until it is closed
         require_even_batches(config, ranks)
@@ -222,25 +225,28 @@ class _Shared:
 
 
 class _OpenRun:
-    """One run, with its folder locked; if it is resumed, its checkpoint is read."""
+    """One run, with its folder locked; if it is resumed, its checkpoint is read.
 
-    def __init__(self, shared: _Shared, name: str, recipe: str | Recipe | RecipeMap) -> None:
-        config = shared.config
-        self.shared, self.recipe, self.progress = shared, recipe, shared.progress
+    ``train`` sets the attributes of a run that trains: trainer, reader, inspection, and those of the forecast.
+    """
+
+    def __init__(self, setup: _Setup, name: str, recipe: str | Recipe | RecipeMap) -> None:
+        config = setup.config
+        self.setup, self.recipe, self.progress = setup, recipe, setup.progress
         recipe_text = config.called(recipe) if isinstance(recipe, str) else octavo.recipes.to_json(recipe)
-        self.identity: Identity = config.identity() | {"recipe": recipe_text, "text": shared.corpus.digest}
+        self.identity: Identity = config.identity() | {"recipe": recipe_text, "text": setup.corpus.digest}
         self.folder: RunFolder | None = None
         self.saved: Content = {}
         if config.run.out is not None:
-            self.folder = RunFolder(config.run.out / name, shared.ranks, config)
-            shared.run_folders.enter_context(self.folder.open(bool(config.run.resume)))
+            self.folder = RunFolder(config.run.out / name, setup.ranks, config)
+            setup.run_folders.enter_context(self.folder.open(bool(config.run.resume)))
             self.saved = (self.folder.load(self.identity) if config.run.resume else None) or {}
         self.rows: list[StepRow] = self.saved.get("rows", [])
         tokens = config.data.batch * config.model.context
-        sizes = config.model.parameters, tokens
-        self.result = RunResult(name, config.optimizer.steps, self.rows, *sizes, config.run.dtype)
-        self.result.folder = self.folder.path if self.folder is not None else None
-        self.result.switches = [Switch(**values) for values in self.saved.get("schedule", {}).get("switches", ())]
+        facts: Any = {"parameters": config.model.parameters, "tokens_per_step": tokens, "dtype": config.run.dtype}
+        facts["folder"] = None if self.folder is None else self.folder.path
+        facts["switches"] = [Switch(**values) for values in self.saved.get("schedule", {}).get("switches", ())]
+        self.result = RunResult(name, config.optimizer.steps, self.rows, **facts)
 
     @property
     def steps_ahead(self) -> range:
@@ -251,19 +257,19 @@ class _OpenRun:
         """Train to the end, or until the run is stopped; `later_runs`: the runs after it."""
         if not self.steps_ahead:
             return self.result
-        config, ranks, device = self.shared.config, self.shared.ranks, self.shared.device
+        config, ranks, device = self.setup.config, self.setup.ranks, self.setup.device
         with ranks.together():
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
             if self.saved.get("separate_splits"):
                 octavo.nn.separate_splits(model)
         with Ranks.as_rank_errors():
-            self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
+            self.trainer = Trainer(config, model, self.setup.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
         self.later_steps = [len(run.steps_ahead) for run in later_runs if run.steps_ahead]
         self.forecast_at = len(self.rows) + FORECAST_AFTER
-        self.recorder = RunRecorder(config, self.rows, device.type != "cpu")
-        self.shared.hooks.on_model(model)
+        self.reader = StepReader(config, self.rows, device.type != "cpu")
+        self.setup.hooks.on_model(model)
         if self.folder is not None:
             self.folder.write_options(config, str(self.identity["recipe"]))
             self.folder.start_log(self.rows)
@@ -295,21 +301,21 @@ class _OpenRun:
         return "" if step is None else f"; the checkpoint of step {step} is kept in {path}"
 
     def _steps(self) -> None:
-        intervals, steps = self.shared.config.run, self.result.steps
-        self.recorder.restart_clock()
+        intervals, steps = self.setup.config.run, self.result.steps
+        self.reader.restart_clock()
         for step in self.steps_ahead:
-            if self.shared.ranks.any(self.shared.hooks.should_stop()):
+            if self.setup.ranks.any(self.setup.hooks.should_stop()):
                 self.result.interrupted = True
                 self._read(validate=False, save=True)
                 return
             done = step + 1
             numbers = self.trainer.step(step)
-            self.recorder.add(done, *numbers)
+            self.reader.add(done, *numbers)
             self.inspection.step(*numbers)
             self._note_switches()
             validate = done == steps or _due(done, intervals.eval_every)
             save = done == steps or _due(done, intervals.checkpoint_every)
-            if validate or save or _due(done, self.recorder.every):
+            if validate or save or _due(done, self.reader.every):
                 self._read(validate, save)
 
     def _note_switches(self) -> None:
@@ -322,23 +328,23 @@ class _OpenRun:
             self.progress.message(f"{self.result.name}  step {switch.step}: {switch.name}, since {switch.reason}")
 
     def _read(self, validate: bool, save: bool) -> None:
-        """Wait for the steps launched since the last call, and write and show their rows."""
-        new = self.recorder.read()
+        """Wait for the steps launched since the last call, write and show their rows; validate and save if told to."""
+        new = self.reader.read()
         if validate:
-            new[-1] = self.recorder.validated(self.trainer.validate())
+            new[-1] = self.reader.validated(self.trainer.validate())
         if self.folder is not None:
             self.folder.append(new)
         for row in new:
-            self.shared.hooks.on_step(row)
+            self.setup.hooks.on_step(row)
         if new:
-            seconds_left = self.recorder.seconds_left(len(self.steps_ahead) + sum(self.later_steps))
+            seconds_left = self.reader.seconds_left(len(self.steps_ahead) + sum(self.later_steps))
             if len(self.rows) - len(new) < self.forecast_at <= len(self.rows):
                 runs = f"{1 + len(self.later_steps)} runs" if self.later_steps else "this run"
                 self.progress.message(f"about {in_words(seconds_left)} for {runs}")
             self.progress.update(new[-1], seconds_left)
         if save and self.folder is not None:
             self.trainer.save(self.folder, self.identity, self.rows)
-        self.recorder.restart_clock()
+        self.reader.restart_clock()
 
 
 class _Inspection:
@@ -349,7 +355,7 @@ class _Inspection:
         self._recorder: octavo.inspect.Recorder | None = None
         self._trace: octavo.inspect.FaultTrace | None = None
         self.command = ""  # "; " and the command that reads the record, if there is one
-        config, recipe, folder = run.shared.config, recipe_named(run.recipe), run.result.folder
+        config, recipe, folder = run.setup.config, recipe_named(run.recipe), run.result.folder
         if not config.inspect.inspect:
             return
         if recipe is None or (getattr(recipe, "is_high_precision", False) and not config.state.schedule):

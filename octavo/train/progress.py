@@ -20,10 +20,12 @@ RUNAWAY_STEPS = 20
 STEPS_BETWEEN_READS = 10  # on an accelerator: reading the loss waits for the device
 
 
-class RunRecorder:
-    """Turns steps into rows, appends them to the run's rows, and checks whether the run diverges.
+class StepReader:
+    """Reads the losses of steps from the device, appends rows to the run's, and checks whether the run diverges.
 
-    On an accelerator losses are read every few steps only, as reading waits for the device.
+    Attributes:
+        rows: the run's.
+        every: read after so many steps; on an accelerator several, as reading waits for the device.
     """
 
     def __init__(self, config: TrainConfig, rows: list[StepRow], on_accelerator: bool) -> None:
@@ -31,7 +33,7 @@ class RunRecorder:
         self.every = STEPS_BETWEEN_READS if on_accelerator else 1
         self._tokens = config.data.batch * config.model.context
         self._pending: list[tuple[int, Tensor, Tensor, float]] = []
-        self._pace_since: tuple[int, float] | None = None  # how many rows there were after the first read, and when
+        self._pace_since: tuple[int, float] | None = None  # (how many rows the first read left, when it was)
         self._since = 0.0
 
     def restart_clock(self) -> None:

@@ -163,8 +163,8 @@ def check_scales(scale_inv: Tensor, name: str) -> None:
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
 
 
-def granularity_of_file(shape: torch.Size, scale_inv: Tensor, name: str) -> Granularity:
-    """Return the granularity of scales of codes of this shape.
+def checked_granularity(shape: torch.Size, scale_inv: Tensor, name: str) -> Granularity:
+    """Return which codes, of a tensor of this shape in a file, share one of the scales called ``name`` there.
 
     Raises:
         ValueError: for scales of another shape, or that no cast can have written.
@@ -190,7 +190,7 @@ def _checked_codes(entry: Tensor, scale_inv: Tensor | None, key: str) -> Tensor 
         )
     if scale_inv is None:
         raise ValueError(f"{key} holds FP8 codes, but there is no {key}{SCALE_INV}; give both")
-    granularity_of_file(_shape_of(entry), scale_inv, f"{key}{SCALE_INV}")
+    checked_granularity(_shape_of(entry), scale_inv, f"{key}{SCALE_INV}")
     return codes
 
 

@@ -54,7 +54,7 @@ SEAM = {
     "reading": "file_inside read_json",
     "recipes": "NAMED",
     "scaling.recipe": "OPERANDS ROLES",
-    "weights.files": "SCALE_INV granularity_of_file",
+    "weights.files": "SCALE_INV checked_granularity",
     "weights.fsdp2": "forget_failed_pass on_this_rank own_slices whole",
     "weights.operands": "pair_reader plain_within weight_of",
     "weights.stored": "StoredWeight take_values",

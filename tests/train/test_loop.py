@@ -26,7 +26,7 @@ from octavo.train import (
 )
 from octavo.train.checkpoint import HEADER, RunFolder
 from octavo.train.loop import trained_model
-from octavo.train.progress import Progress, RunRecorder
+from octavo.train.progress import Progress, StepReader
 from octavo.train.trainer import build_model
 from octavo.weights.stored import StoredWeight
 from tests.support.combinations import in_full
@@ -272,9 +272,9 @@ def test_a_comparisons_folders_are_its_own_while_it_trains(config, tmp_path):
 
 def test_on_an_accelerator_losses_are_read_every_few_steps(config, monkeypatch):
     config = changed(config, run={"eval_every": 0}, optimizer={"steps": 13})
-    expected, reads, read = run(config), [], RunRecorder.read
-    monkeypatch.setattr(loop, "RunRecorder", lambda config, rows, on_accelerator: RunRecorder(config, rows, True))
-    monkeypatch.setattr(RunRecorder, "read", lambda self: reads.append(len(self._pending)) or read(self))
+    expected, reads, read = run(config), [], StepReader.read
+    monkeypatch.setattr(loop, "StepReader", lambda config, rows, on_accelerator: StepReader(config, rows, True))
+    monkeypatch.setattr(StepReader, "read", lambda self: reads.append(len(self._pending)) or read(self))
     assert curve(run(config)) == curve(expected) and reads == [10, 3]
 
 

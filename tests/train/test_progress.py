@@ -6,7 +6,7 @@ import torch
 
 from octavo.train import DataConfig, DivergedError, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from octavo.train.checkpoint import StepRow
-from octavo.train.progress import Progress, RunRecorder, in_words
+from octavo.train.progress import Progress, StepReader, in_words
 
 CONFIG = TrainConfig(
     ModelConfig(context=16), DataConfig(batch=4, eval_windows=6), OptimizerConfig(steps=30), RunConfig(eval_every=10)
@@ -14,35 +14,35 @@ CONFIG = TrainConfig(
 
 
 def test_a_loss_that_runs_away_is_divergence():
-    recorder = RunRecorder(CONFIG, [], on_accelerator=False)
+    reader = StepReader(CONFIG, [], on_accelerator=False)
     with pytest.raises(DivergedError, match=r"ran away, to 20.0 nats a byte at step 20"):
         for step in range(30):
-            recorder.add(step + 1, torch.tensor(20.0), torch.tensor(1.0), 1e-3)
-            recorder.read()
+            reader.add(step + 1, torch.tensor(20.0), torch.tensor(1.0), 1e-3)
+            reader.read()
 
 
 def test_losses_are_read_in_groups_on_an_accelerator():
-    recorder = RunRecorder(CONFIG, [], on_accelerator=True)
-    assert recorder.every > 1
+    reader = StepReader(CONFIG, [], on_accelerator=True)
+    assert reader.every > 1
     for step in range(3):
-        recorder.add(step + 1, torch.tensor(float(step)), torch.tensor(1.0), 1e-3)
-    assert recorder.rows == []
-    assert [row.loss for row in recorder.read()] == [0.0, 1.0, 2.0] == [row.loss for row in recorder.rows]
-    assert recorder.read() == []
-    assert recorder.validated(1.5) is recorder.rows[-1] and recorder.rows[-1].val_loss == 1.5
+        reader.add(step + 1, torch.tensor(float(step)), torch.tensor(1.0), 1e-3)
+    assert reader.rows == []
+    assert [row.loss for row in reader.read()] == [0.0, 1.0, 2.0] == [row.loss for row in reader.rows]
+    assert reader.read() == []
+    assert reader.validated(1.5) is reader.rows[-1] and reader.rows[-1].val_loss == 1.5
     with pytest.raises(DivergedError, match="validation loss became nan"):
-        recorder.validated(math.nan)
+        reader.validated(math.nan)
 
 
 def test_time_left_follows_the_pace_and_counts_validations_but_not_the_first_step(monkeypatch):
     times = iter([10.0, 20.0, 20.5, 20.5, 22.0, 22.0])
     monkeypatch.setattr("octavo.train.progress.time.perf_counter", lambda: next(times))
-    recorder = RunRecorder(CONFIG, [], on_accelerator=False)
-    recorder.restart_clock()
+    reader = StepReader(CONFIG, [], on_accelerator=False)
+    reader.restart_clock()
     for seconds_left in (60.0, 3.0, 6.0):  # a first step of 10 s, one of 0.5 s, and one of 1.5 s with a validation
-        recorder.add(len(recorder.rows) + 1, torch.tensor(1.0), torch.tensor(1.0), 1e-3)
-        recorder.read()
-        assert recorder.seconds_left(6) == pytest.approx(seconds_left)
+        reader.add(len(reader.rows) + 1, torch.tensor(1.0), torch.tensor(1.0), 1e-3)
+        reader.read()
+        assert reader.seconds_left(6) == pytest.approx(seconds_left)
 
 
 IN_WORDS = {0.1: "5 s", 42: "40 s", 56: "1 min", 170: "3 min", 9000: "2.5 h"}
