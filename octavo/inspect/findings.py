@@ -248,7 +248,7 @@ class _DiagnosedCast:
         if unused >= 1 and exponents.below(cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
             why = f"a margin of {cast.margin}" if cast.margin >= unused - 1 else "a scale of earlier steps"
             return f"{why} leaves {unused:.1f} octaves above the amax unused", finding.kind
-        if (gap := exponents.octaves_beyond(OUTLIERS)) >= GAP:
+        if (gap := exponents.octaves_above_all_but(OUTLIERS)) >= GAP:
             share = f"at most {percent(OUTLIERS)} of the numbers"
             return f"{share} make the scale, {gap:.1f} octaves above all others", "outliers"
         return f"the numbers are spread wider than {cast.format} holds with such scales", finding.kind
@@ -257,7 +257,7 @@ class _DiagnosedCast:
         """Return a finding of outliers that flush little, but leave many numbers subnormal, with fewer digits."""
         exponents = self._exponents(slice(None))
         subnormal = exponents.below(self.cast.format.smallest_normal * self.values["scale_inv"])
-        over = self.is_finite & (exponents.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
+        over = self.is_finite & (exponents.octaves_above_all_but(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if self.cast.is_packed or not over.any():  # a block of 16 keeps its outliers to itself
             return None
         finding = self._finding_at("outliers", *worst_stretch(over, subnormal), 0.0)
