@@ -13,7 +13,7 @@ faults in it, ``diagnose`` makes findings of what they see, and ``verdict`` says
 | how are gradients compared, and with what the loss does? | ``products.py``, ``slope.py`` |
 | does the program still compute what it did at first? | ``first_batch.py`` |
 | which files has a record, and what do their numbers mean? | ``record.py``; what tests read of it: ``training.py`` |
-| which faults are known, and by which limits? | ``rules.py``; those of casts: ``incidents.KINDS``, ``findings.py`` |
+| which faults are known, and how is one added? | ``rules.py``; those of casts: ``incidents.KINDS``, ``findings.py`` |
 | how is one looked for? | by what it reads: ``of_steps.py``, ``of_weights.py``, ``of_layers.py`` |
 | which fault explains which other one? | ``incidents.py``; ``findings.py`` returns causes before effects |
 | what changed first, whatever it is? | ``departures.py`` |

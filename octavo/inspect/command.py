@@ -38,9 +38,9 @@ from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import Recipe, RecipeMap
 
 WHAT_IF = "what_if.json"  # a file in a record's folder
-OWN = "its own"
+OWN = "its own"  # what a model's own recipes are called beside those of --rules
 EVERY = 3.0  # seconds between two reads of a record that grows
-_CLEAR = "\x1b[2J\x1b[H"
+_CLEAR = "\x1b[2J\x1b[H"  # what empties a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,18 +97,23 @@ def inspect_command(options: argparse.Namespace) -> int:
     if not options.live:
         print(_report(options))
         return 0
-    seen = None
+    records_shown = None
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            if (records := len(files_of(options.folder, "counts"))) != seen:
-                seen = records
+            if (records := len(files_of(options.folder, "counts"))) != records_shown:
+                records_shown = records
                 print((_CLEAR if sys.stdout.isatty() else "") + _report(options), flush=True)
             time.sleep(EVERY)
     return 0
 
 
 def file_to_write(text: str) -> Path:
-    """Return a path from the command line; raise OSError, before minutes of work, if it can't become a file."""
+    """Return a path from the command line that can become a file, before minutes of work are spent on its content.
+
+    Raises:
+        OSError: if it can't, as writing it would. Not argparse's ArgumentTypeError, which argparse would turn into a
+            usage error: the command says of an OSError which path is at fault, and why.
+    """
     path = Path(text)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -172,7 +177,7 @@ class Subject(NamedTuple):
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """Return the options that were set and are for a model only: a run of octavo train has a record and a model."""
+    """Return the flags that were given and are for a model: by these a run is read as a model, not as its record."""
     names = ("recipes", "rules", "keep", "loss", "min_features", "runs", "data", "device")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
@@ -238,12 +243,13 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         raise WhatIfError(f"{', '.join(for_records)}: {options.folder} is a model, and these are for records")
     if options.write is not None and options.keep is None and options.loss is None:
         raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
-    batches, least = list(subject.batches), [] if options.min_features is None else [options.min_features]
+    batches = list(subject.batches)
+    size_limit = [] if options.min_features is None else [options.min_features]  # else that of octavo.convert
 
     def select(module: nn.Module, name: str) -> bool:
         if isinstance(module, RecipeModule):  # else it has no recipe of its own to compare with
             return True
-        return large_enough(module, name, *least) and not (options.rules and own_recipes(subject.model))
+        return large_enough(module, name, *size_limit) and not (options.rules and own_recipes(subject.model))
 
     runs = RUNS if options.runs is None else options.runs
     rates = None if options.device is None else rates_of(options.device)

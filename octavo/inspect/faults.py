@@ -133,20 +133,22 @@ class FaultTrace:
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         self._device = self._layers[0][1].parameters_device
         self._late = 0 if self._device.type == "cpu" else LATE
-        self._readings: list[tuple[int, InFlight]] = []  # steps, and _send's signals
-        self._read: deque[tuple[int, float, float]] = deque(maxlen=STEPS_BEFORE + 1)
+        self._readings: list[tuple[int, InFlight]] = []  # steps, and _send's signals on their way to the host
+        self._read: deque[tuple[int, float, float]] = deque(maxlen=STEPS_BEFORE + 1)  # (step, loss, grad_norm)
+        # on the device: of this step [watched roles of layers, Counted.faults], of the last steps, and the number of
+        # the first faulty role in forward and in backward
         roles = [module for _, module in self._layers for _ in WATCHED]
         self._statistics = torch.zeros(len(roles), len(Counted.faults), device=self._device, dtype=torch.float32)
         self._ring = self._statistics.new_zeros(STEPS_BEFORE + 1 + self._late, *self._statistics.shape)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
-        # number roles, or experts of a role, from 1 on
+        # these roles, or experts of a role, are numbered from 1 on; a number ends where the next role's begin
         self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]
         numbers = [begin + 1 + first_here(module) for begin, module in zip(self._begins, roles, strict=False)]
         on_device = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
         notes = zip(on_device, self._statistics, itertools.cycle(self._first), strict=False)
         for _, module in self._layers:
             observe(module, notes=(next(notes), next(notes)))
-        self._weights = self._faulty_weight()
+        self._weight_signal = self._faulty_weight()
 
     def step(self, loss: float | Tensor | None = None, grad_norm: float | Tensor | None = None) -> None:
         """End a step; to be called after the optimizer's step.
@@ -189,18 +191,19 @@ class FaultTrace:
     def _send(self, loss: float | Tensor | None, grad_norm: float | Tensor | None) -> None:
         """Store the step's statistics on the device; send the host [ranks, 7]: SIGNALS, the loss and the grad_norm."""
         self._ring[self._step % len(self._ring)].copy_(self._statistics)
-        scalars, faulty = [], []
+        scalars, scalar_signals = [], []
         for number in (loss, grad_norm):
             value = torch.as_tensor(math.nan if number is None else whole(number), dtype=torch.float32).detach()
             scalars.append(value.to(self._device, non_blocking=True).reshape(()))
-            faulty.append((~scalars[-1].isfinite() & (number is not None)).float())
+            scalar_signals.append((~scalars[-1].isfinite() & (number is not None)).float())
         forward, backward = (first[0].float() for first in self._first)
-        signals = torch.stack([self._weights, forward, faulty[0], backward, faulty[1], *scalars])
+        in_loss, in_norm = scalar_signals
+        signals = torch.stack([self._weight_signal, forward, in_loss, backward, in_norm, *scalars])
         self._readings.append((self._step, InFlight(self._ranks.gather(signals))))
         self._statistics.zero_()
         for first in self._first:
             first.zero_()
-        self._weights = self._faulty_weight()
+        self._weight_signal = self._faulty_weight()
 
     def _faulty_weight(self) -> Tensor:
         """Return 1 + the index of the first layer whose weight's first or last row has inf or NaN; 0 without one."""
@@ -213,19 +216,21 @@ class FaultTrace:
         """Read the steps that ended more than ``late`` steps ago; ``collective``: all ranks call this together."""
         while len(self._readings) > late and self.fault is None:
             step, signals = self._readings.pop(0)
-            rows = signals.wait()[0].tolist()
-            self._read.append((step, *rows[0][len(SIGNALS) :]))
+            by_rank = signals.wait()[0].tolist()
+            self._read.append((step, *by_rank[0][len(SIGNALS) :]))
             for at, role in enumerate(SIGNALS):
-                faulty = [rank for rank, row in enumerate(rows) if row[at]]
-                if faulty and (self._gradients or not role.startswith("grad")):
-                    self.fault = self._fault_of(step, role, faulty[0], int(rows[faulty[0]][at]), collective)
+                faulty_ranks = [rank for rank, signals_of_rank in enumerate(by_rank) if signals_of_rank[at]]
+                if faulty_ranks and (self._gradients or not role.startswith("grad")):
+                    number = int(by_rank[faulty_ranks[0]][at])
+                    self.fault = self._fault_of(step, role, faulty_ranks[0], number, collective)
                     return
 
     def _fault_of(self, step: int, role: str, rank: int, number: int, collective: bool) -> Fault:
-        """Return the Fault of a signal, the role's number; ``collective``: its statistics are over all ranks."""
-        history = self._ring[[at % len(self._ring) for at, *_ in self._read]]
+        """Return the Fault of a signal of value ``number``; ``collective``: its statistics are over all ranks."""
+        history = self._ring[[taken % len(self._ring) for taken, *_ in self._read]]  # oldest first
         if collective:
-            history = torch.cat([self._ranks.sum(history[..., :2]), self._ranks.largest(history[..., 2:])], -1)
+            counts, sizes = history.split(2, -1)  # faulty and rows; scale_inv and amax
+            history = torch.cat([self._ranks.sum(counts), self._ranks.largest(sizes)], -1)
         history = history.cpu()
         share = expert = None
         if role == "weight":
@@ -238,8 +243,8 @@ class FaultTrace:
             faulty, rows = history[-1, row, :2].tolist()
             share = faulty / rows if rows else None
         else:
-            sizes = history[:, ::2, 2]  # the scale_inv of inputs
-            at = int((sizes[-1] / sizes[0]).nan_to_num(0, 0, 0).argmax())
+            of_inputs = history[:, :: len(WATCHED), Counted.faults.index("scale_inv")]
+            at = int((of_inputs[-1] / of_inputs[0]).nan_to_num(0, 0, 0).argmax())
         name, module = self._layers[at]
         statistics = history[:, len(WATCHED) * at : len(WATCHED) * (at + 1)].tolist()
         before = [

@@ -114,13 +114,13 @@ class _DiagnosedCast:
         self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each recorded step
         shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
         self.excess = {kind: np.where(shown[kind], values[:, index], np.nan) for kind, values in excess.items()}
-        self.over = {kind: values > LIMITS[kind] for kind, values in self.excess.items()}  # beyond the limit, [records]
+        self.exceeds = {kind: values > LIMITS[kind] for kind, values in self.excess.items()}  # the limit, [records]
 
     def findings(self) -> list[Finding]:
         """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
         large = self._finding("stale") or self._finding("clipped")
         flushed = self._finding("flushed")
-        if large is not None and large.worst != self.record.steps[-1] and self.over[large.kind].sum() == 1:
+        if large is not None and large.worst != self.record.steps[-1] and self.exceeds[large.kind].sum() == 1:
             large = replace(large, severity=min(large.severity, MOST_OF_ONE_RECORD))
         findings = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
@@ -153,7 +153,7 @@ class _DiagnosedCast:
 
     def _finding(self, kind: str) -> Finding | None:
         """Return the finding of a measure in its worst stretch, with a remedy; None where it keeps its limit."""
-        if not (over := self.over[kind]).any():
+        if not (over := self.exceeds[kind]).any():
             return None
         value = float(np.where(over, self.excess[kind], 0).max())
         begins, at = worst_stretch(over, self.excess[kind])
@@ -176,14 +176,14 @@ class _DiagnosedCast:
         steps = self.record.steps[begins], self.record.steps[at]
         finding = Finding(kind, *where, *steps, numbers, cause="", remedy="", expected="", severity=severity)
         mend = {"nonfinite": self._nonfinite, "rounded": self._rounded, "stale": self._stale, "clipped": self._stale}
-        finding = mend.get(kind, self._small)(finding, at)
+        finding = mend.get(kind, self._small)(finding, at)  # numbers are too small where they are flushed, or outliers
         if experts is None or not row.experts:
             return finding
-        expert, beyond = (int(table[at, self.index]) for table in (experts.worst_expert, experts.beyond))
+        expert, over_limit = (int(table[at, self.index]) for table in (experts.worst_expert, experts.beyond))
         tokens = int(experts.tokens[row.layer][at, expert])
-        others = f", the worst of {beyond} beyond a limit" if beyond > 1 else ""
+        others = f", the worst of {over_limit} beyond a limit" if over_limit > 1 else ""
         cause = f"expert {expert} of {row.experts} ({tokens} tokens{others}): {finding.cause}"
-        numbers = {**finding.numbers, "expert": expert, "tokens": tokens, "experts_beyond": beyond}
+        numbers = {**finding.numbers, "expert": expert, "tokens": tokens, "experts_beyond": over_limit}
         return replace(finding, numbers=numbers, cause=cause)
 
     def _nonfinite(self, finding: Finding, at: int) -> Finding:
@@ -195,11 +195,11 @@ class _DiagnosedCast:
     def _stale(self, finding: Finding, at: int) -> Finding:
         """Return a finding of numbers that are too large for the scale, with its cause and a remedy."""
         exponents = self._exponents(at)
-        beyond = finding.numbers["assumed"] / 2.0**self.cast.margin
-        room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
-        cause = f"{room}, so {percent(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
+        amax_over_room = finding.numbers["assumed"] / 2.0**self.cast.margin
+        too_large = f"the amax is {amax_over_room:.3g} times the largest number that the scale has room for"
+        cause = f"{too_large}, so {percent(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
         if self.cast.is_delayed:
-            margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
+            margin = self.cast.margin + math.ceil(math.log2(max(amax_over_room, 1)))
             roomy = replace(self.cast, margin=min(margin, 64))
             flushed = exponents.below(roomy.format.smallest_subnormal / 2 * exponents.amax / roomy.format.max * 2)
             if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, at)):
@@ -248,7 +248,7 @@ class _DiagnosedCast:
         if unused >= 1 and exponents.below(cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
             why = f"a margin of {cast.margin}" if cast.margin >= unused - 1 else "a scale of earlier steps"
             return f"{why} leaves {unused:.1f} octaves above the amax unused", finding.kind
-        if (gap := exponents.octaves_beyond(OUTLIERS)) >= GAP:
+        if (gap := exponents.octaves_above_all_but(OUTLIERS)) >= GAP:
             share = f"at most {percent(OUTLIERS)} of the numbers"
             return f"{share} make the scale, {gap:.1f} octaves above all others", "outliers"
         return f"the numbers are spread wider than {cast.format} holds with such scales", finding.kind
@@ -257,7 +257,7 @@ class _DiagnosedCast:
         """Return a finding of outliers that flush little, but leave many numbers subnormal, with fewer digits."""
         exponents = self._exponents(slice(None))
         subnormal = exponents.below(self.cast.format.smallest_normal * self.values["scale_inv"])
-        over = self.is_finite & (exponents.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
+        over = self.is_finite & (exponents.octaves_above_all_but(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if self.cast.is_packed or not over.any():  # a block of 16 keeps its outliers to itself
             return None
         finding = self._finding_at("outliers", *worst_stretch(over, subnormal), 0.0)

@@ -246,6 +246,7 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     layers = {layer: place for place, layer in enumerate(record.layers)}
 
     def record_of(step: int) -> int:
+        """Return the index of the recorded step that first has what happened in a step."""
         return bisect_left(record.steps, step)
 
     def order(finding: Finding) -> tuple[int, int, int, int]:
@@ -261,10 +262,11 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
         return record_of(finding.begins), part, place, level
 
     def explains(cause: Finding, effect: Finding) -> bool:
+        """Return whether an effect begins within the reach of a cause; of a growing cause, from where it is worst."""
         begins = record_of(cause.begins)
         records = record_of(effect.begins) - begins
         if GROWS in KINDS[cause.kind].traits and cause.role == "input" and cause.level != "note":
-            records = max(0, record_of(effect.begins) - record_of(cause.worst))  # later than the cause was worst
+            records = max(0, record_of(effect.begins) - record_of(cause.worst))
         return records <= reach_rule(cause, effect, records, is_first=begins == 0).reach
 
     def comes_last(finding: Finding) -> bool:
@@ -274,7 +276,9 @@ def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     groups: list[list[Finding]] = []
     for finding in sorted(findings, key=order):
         group = next((group for group in groups if any(explains(cause, finding) for cause in group)), None)
-        groups.append([finding]) if group is None else group.append(finding)
+        if group is None:
+            groups.append(group := [])  # of a cause that no earlier finding explains
+        group.append(finding)
     joined = []
     for group in groups:  # a cause is at least as severe as its effects
         level = min((finding.level for finding in group), key=LEVEL_PLACES.__getitem__)

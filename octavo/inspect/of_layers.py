@@ -11,42 +11,53 @@ from typing import Any
 from octavo.inspect.departures import innermost
 from octavo.inspect.record import np
 from octavo.inspect.remedies import percent
-from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, earlier, first_true
+from octavo.inspect.training import CERTAIN, FEW, LIKELY, Detection, Detections, Rule, Training, earlier, first_true
 from octavo.scaling.recipe import ROLES
 
 
-def find_smaller_batches(run: Training, batch_shrinks: Rule) -> Iterator[Hit]:
+def find_smaller_batches(run: Training, batch_shrinks: Rule) -> Detections:
     """Yield a step from which on batches have only a part of the numbers that all earlier ones had."""
     numbers = run.record.measure("elements", run.layers[0], "input")
     for at in range(2 * FEW, len(numbers) - FEW + 1):
         share = float(np.nanmax(numbers[at:]) / np.nanmin(numbers[:at]))
         if share <= batch_shrinks.limit:
-            yield Hit(batch_shrinks, run.steps[at], 2 / share, {"share": percent(share)}, worst=run.steps[-1])
+            yield Detection(batch_shrinks, run.steps[at], 2 / share, {"share": percent(share)}, worst=run.steps[-1])
             return
 
 
-def find_bad_losses(run: Training, loss_is_nonfinite: Rule) -> Iterator[Hit]:
+def find_bad_losses(run: Training, loss_is_nonfinite: Rule) -> Detections:
     """Yield the first loss that is inf or NaN, if no layer has one in its recorded step."""
     for step in run.bad_losses[:1]:
         if step <= run.steps[-1] and not (run.record.measures["nonfinite"][bisect_left(run.steps, step)] > 0).any():
-            yield Hit(loss_is_nonfinite, step, math.inf)
+            yield Detection(loss_is_nonfinite, step, math.inf)
+
+
+def _first_nonfinite(run: Training) -> Iterator[tuple[int, dict[str, list[int]]]]:
+    """Yield the first recorded step with inf or NaN, if any, and {role: ascending places of layers with one in it}."""
+    faulty = run.record.measures["nonfinite"] > 0
+    if (at := first_true(faulty)) is not None:
+        rows = [run.record.rows[place] for place in np.flatnonzero(faulty[at])]
+        yield at, {role: sorted({run.layers.index(row.layer) for row in rows if row.role == role}) for role in ROLES}
 
 
 def find_nonfinite_forward(
     run: Training, made_between_records: Rule, made_by_batch: Rule, made_by_activation: Rule, made_by_weight: Rule
-) -> Iterator[Hit]:
+) -> Detections:
     """Yield what made the first inf or NaN, if forward had it: the layer before the first input with one."""
-    for at, (inputs, _, gradients) in _first_nonfinite(run):
-        step = run.steps[at]
-        if (run.steps[at - 1] if at else -1) < min(run.bad_losses, default=math.inf) < step:
-            yield Hit(made_between_records, min(run.bad_losses), math.inf)
-        elif 0 in inputs:
-            yield Hit(made_by_batch, step, math.inf)
-        elif inputs and _is_rare(run, at, run.layers[inputs[0]]):
-            yield Hit(made_by_activation, step, math.inf, where=(run.layers[inputs[0]], "input"))
-        elif inputs or (step in run.bad_losses and gradients):
-            layer, then = (run.layers[inputs[0] - 1], run.layers[inputs[0]]) if inputs else (run.layers[-1], "the loss")
-            yield Hit(made_by_weight, step, math.inf, {"then": then}, (layer, "weight"))
+    for at, places in _first_nonfinite(run):
+        step, step_before = run.steps[at], run.steps[at - 1] if at else -1
+        names = [run.layers[place] for place in places["input"]]
+        if step_before < min(run.bad_losses, default=math.inf) < step:
+            yield Detection(made_between_records, min(run.bad_losses), math.inf)
+        elif 0 in places["input"]:
+            yield Detection(made_by_batch, step, math.inf)
+        elif names and _is_rare(run, at, names[0]):
+            yield Detection(made_by_activation, step, math.inf, where=(names[0], "input"))
+        elif names:
+            layer_before = run.layers[places["input"][0] - 1]
+            yield Detection(made_by_weight, step, math.inf, {"then": names[0]}, (layer_before, "weight"))
+        elif step in run.bad_losses and places["grad_output"]:
+            yield Detection(made_by_weight, step, math.inf, {"then": "the loss"}, (run.layers[-1], "weight"))
 
 
 FLOAT16 = 2.0**13  # finite gradients, where others are inf: so large they are float16's
@@ -54,36 +65,28 @@ FLOAT16 = 2.0**13  # finite gradients, where others are inf: so large they are f
 
 def find_nonfinite_backward(
     run: Training, made_by_loss_scale: Rule, made_by_backward: Rule, made_after_backward: Rule
-) -> Iterator[Hit]:
+) -> Detections:
     """Yield what made the first inf or NaN, if gradients have one: the last layer with one in its output's gradient."""
-    for at, (_, _, gradients) in _first_nonfinite(run):
-        if gradients:
+    for at, places in _first_nonfinite(run):
+        if gradients := places["grad_output"]:
             where = run.layers[gradients[-1]], "grad_output"
             is_float16 = "loss_scale" in run.record.scalars or run.record.measure("amax", *where)[at] > FLOAT16
             if gradients[-1] == len(run.layers) - 1 and is_float16:
-                yield Hit(made_by_loss_scale, run.steps[at], math.inf, {"scale": run.loss_scale(at)})
+                yield Detection(made_by_loss_scale, run.steps[at], math.inf, {"scale": run.loss_scale(at)})
             else:
-                yield Hit(made_by_backward, run.steps[at], math.inf, where=where)
+                yield Detection(made_by_backward, run.steps[at], math.inf, where=where)
         elif np.isinf(run.weights["gradient"][at]).any() or (
             run.record.is_written("grad_norm")[at] and not math.isfinite(run.record.last("grad_norm")[at])
         ):
-            yield Hit(made_after_backward, run.steps[at], math.inf)
+            yield Detection(made_after_backward, run.steps[at], math.inf)
 
 
-def find_nonfinite_weights(run: Training, made_by_update: Rule, made_by_updates: Rule) -> Iterator[Hit]:
+def find_nonfinite_weights(run: Training, made_by_update: Rule, made_by_updates: Rule) -> Detections:
     """Yield the weights with the first inf or NaN."""
-    for at, (_, weights, _) in _first_nonfinite(run):
-        is_single = len(weights) == 1
-        rule, where = (made_by_update, (run.layers[weights[0]], "weight")) if is_single else (made_by_updates, ("", ""))
-        yield Hit(rule, run.steps[at], math.inf, where=where)
-
-
-def _first_nonfinite(run: Training) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield the first recorded step with inf or NaN, if any, and by role the places of layers that have one in it."""
-    faulty = run.record.measures["nonfinite"] > 0
-    if (at := first_true(faulty)) is not None:
-        rows = [run.record.rows[place] for place in np.flatnonzero(faulty[at])]
-        yield at, [sorted({run.layers.index(row.layer) for row in rows if row.role == role}) for role in ROLES]
+    for at, places in _first_nonfinite(run):
+        names = [run.layers[place] for place in places["weight"]]
+        rule, where = (made_by_update, (names[0], "weight")) if len(names) == 1 else (made_by_updates, ("", ""))
+        yield Detection(rule, run.steps[at], math.inf, where=where)
 
 
 def _is_rare(run: Training, at: int, layer: str) -> bool:
@@ -94,42 +97,42 @@ def _is_rare(run: Training, at: int, layer: str) -> bool:
     return float(run.record.of_worst.measures["nonfinite"][at, row]) * features < 0.5
 
 
-def find_underflow(run: Training, gradients_underflow: Rule, labels_ignored: Rule) -> Iterator[Hit]:
+def find_underflow(run: Training, gradients_underflow: Rule, labels_ignored: Rule) -> Detections:
     """Yield where too many of the last layer's gradients become 0: without a loss scale no number underflows."""
     rule = gradients_underflow if "loss_scale" in run.record.scalars else labels_ignored
     zeros = run.record.measure("zeros", run.layers[-1], "grad_output")
     if (at := first_true(zeros > rule.limit + np.nan_to_num(zeros[0]))) is not None:
         texts = {"share": percent(float(np.nanmax(zeros))), "scale": run.loss_scale(at)}
-        yield Hit(rule, run.steps[at], CERTAIN, texts)
+        yield Detection(rule, run.steps[at], CERTAIN, texts)
 
 
 BUSY = 16  # the last recorded step's tokens for each expert: with fewer an expert may get none by chance
 
 
-def find_idle_experts(run: Training, expert_is_idle: Rule) -> Iterator[Hit]:
+def find_idle_experts(run: Training, expert_is_idle: Rule) -> Detections:
     """Yield experts that get no tokens up to the last recorded step."""
     for load in run.record.expert_loads():
         for expert, step in load.idle.items():
             if len(run.steps) - run.steps.index(step) >= FEW and sum(load.tokens) >= BUSY * len(load.tokens):
                 texts = {"expert": expert, "count": len(load.tokens)}
-                yield Hit(expert_is_idle, step, LIKELY, texts, (load.layer, "input"), numbers={"expert": expert})
+                yield Detection(expert_is_idle, step, LIKELY, texts, (load.layer, "input"), numbers={"expert": expert})
 
 
-def find_new_forward(run: Training, new_forward: Rule) -> Iterator[Hit]:
+def find_changed_forward(run: Training, forward_changed: Rule) -> Detections:
     """Yield the innermost module whose output of the same batch first changes by more than its past explains.
 
     By more than earlier outputs did, than its input does beside them, and than weights inside of it do beside theirs.
     """
     modules = run.record.modules
-    over = run.forward_leaps > new_forward.limit
+    over = run.forward_leaps > forward_changed.limit
     if (at := first_true(over)) is not None:
         changes = run.record.of_modules["output"]
         layer = innermost([module for module, is_over in zip(modules, over[at], strict=True) if is_over])
         place = modules.index(layer)
         numbers = {"now": float(changes[at, place]), "most": float(np.nanmax(changes[:at, place]))}
         texts = {**{name: percent(value) for name, value in numbers.items()}, "who": "" if layer else "the model "}
-        times = float(run.forward_leaps[at, place]) / new_forward.limit
-        yield Hit(new_forward, run.steps[at], times, texts, (layer, ""), numbers=numbers)
+        times = float(run.forward_leaps[at, place]) / forward_changed.limit
+        yield Detection(forward_changed, run.steps[at], times, texts, (layer, ""), numbers=numbers)
 
 
 OUTPUT_LEAP = 1.5  # the change of a module's output over the largest one before: by more gradients change with it
@@ -138,19 +141,19 @@ OUTPUT_LEAP = 1.5  # the change of a module's output over the largest one before
 TURNED = 0.5
 
 
-def find_new_backward(run: Training, new_backward: Rule) -> Iterator[Hit]:
+def find_changed_backward(run: Training, backward_changed: Rule) -> Detections:
     """Yield the first recorded step whose gradients of the same batch are others, by more than the past explains.
 
     The layer is the last one whose gradient does: where backward begins to differ.
     """
     leaps = _backward_leaps(run)
-    over = leaps > new_backward.limit
+    over = leaps > backward_changed.limit
     if (at := first_true(over)) is not None:
         place = int(np.flatnonzero(over[at])[-1])
         changes = run.record.of_parameters["change"][:, place]
         name = run.record.parameters[place].removesuffix(".weight")
         texts = {"name": name, "now": percent(float(changes[at])), "most": percent(float(np.nanmax(changes[:at])))}
-        yield Hit(new_backward, run.steps[at], float(leaps[at, place]) / new_backward.limit, texts)
+        yield Detection(backward_changed, run.steps[at], float(leaps[at, place]) / backward_changed.limit, texts)
 
 
 def _backward_leaps(run: Training) -> Any:
@@ -172,7 +175,7 @@ def _backward_leaps(run: Training) -> Any:
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
 
 
-def find_large_logits(run: Training, logits_are_large: Rule) -> Iterator[Hit]:
+def find_large_logits(run: Training, logits_are_large: Rule) -> Detections:
     """Yield queries and keys so large that the softmax saturates, by norms of their layer's input and weight."""
     for layer in filter(PROJECTION.search, run.layers):
         size = {role: run.record.measure("elements", layer, role) for role in ROLES}
@@ -181,4 +184,5 @@ def find_large_logits(run: Training, logits_are_large: Rule) -> Iterator[Hit]:
         deviation = features * (rms["input"] * rms["weight"]) ** 2
         if (at := first_true(np.nan_to_num(deviation, posinf=0) > logits_are_large.limit)) is not None:
             most = float(np.nanmax(deviation))
-            yield Hit(logits_are_large, run.steps[at], most / logits_are_large.limit, {"most": most}, (layer, "weight"))
+            times = most / logits_are_large.limit
+            yield Detection(logits_are_large, run.steps[at], times, {"most": most}, (layer, "weight"))

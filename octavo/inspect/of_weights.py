@@ -6,23 +6,33 @@ In quotes stands, beside a condition, a kind of `python -m benchmarks causes` th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from octavo.inspect.incidents import worst_stretch
 from octavo.inspect.record import np
 from octavo.inspect.remedies import percent
-from octavo.inspect.training import CERTAIN, FEW, LIKELY, Hit, Rule, Training, earlier, first_true, is_rate
+from octavo.inspect.training import (
+    CERTAIN,
+    FEW,
+    LIKELY,
+    Detection,
+    Detections,
+    Rule,
+    Training,
+    earlier,
+    first_true,
+    is_rate,
+)
 from octavo.inspect.weight_updates import FROZEN, GROUP
 
 NO_MEAN = 5.0  # a second moment over the larger one of the last and the gradient's square, beside a rule's limit
 
 
-def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Iterator[Hit]:
+def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Detections:
     """Yield a state that is new, and second moments that can't be a mean of the last ones and the gradient."""
     for (_, then), (step, now) in itertools.pairwise(zip(*run.scalar("state_age"), strict=True)):
         if now < then:
-            yield Hit(state_is_new, step, CERTAIN, {"now": now, "then": then})
+            yield Detection(state_is_new, step, CERTAIN, {"now": now, "then": then})
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
         moments = run.weights["second_moment"]
         then, now = moments[:-1], moments[1:]
@@ -30,14 +40,14 @@ def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Iter
         largest = NO_MEAN * moments_written.limit * np.fmax(then, run.weights["gradient"][1:] ** 2)
         is_off = (now * moments_written.limit < decay * then) | ((run.gaps[1:] == 1) & (now > largest))
         for at in np.flatnonzero(is_off.mean(axis=1) > 0.5)[:1]:
-            yield Hit(moments_written, run.steps[at + 1], CERTAIN)
+            yield Detection(moments_written, run.steps[at + 1], CERTAIN)
 
 
 NEAR_0 = 0.01  # a weight's size over that of the largest layer's: one that begins with less begins at 0
 LARGER = 2.0  # an update over those before: with more it isn't the rate that makes a step too large
 
 
-def find_large_steps(run: Training, large_first_step: Rule, large_steps: Rule) -> Iterator[Hit]:
+def find_large_steps(run: Training, large_first_step: Rule, large_steps: Rule) -> Detections:
     """Yield a very first step that is too large, or steps that are, though no larger than the rate makes them."""
     ages = run.scalar("state_age").values
     rates = run.rate.values
@@ -49,34 +59,35 @@ def find_large_steps(run: Training, large_first_step: Rule, large_steps: Rule) -
     is_lost = len(losses) > FEW and not np.median(losses[-FEW:]) < losses[0]  # whose first is a random guess's
     if is_fresh and shares[0] > large_first_step.limit and not is_lost:
         texts = {"share": percent(shares[0]), "rate": max(rates)}
-        yield Hit(large_first_step, run.steps[0], shares[0] / large_first_step.limit, texts)
+        yield Detection(large_first_step, run.steps[0], shares[0] / large_first_step.limit, texts)
     elif rates:
         over = (shares > large_steps.limit) & ~(np.nanmedian(run.update_leaps, axis=1) > LARGER)
         if (at := first_true(over)) is not None:
             worst = int(np.where(over, shares, 0).argmax())
             texts = {"share": percent(shares[worst]), "times": shares[worst] / (large_steps.limit / 5)}
-            yield Hit(large_steps, run.steps[at], shares[worst] / large_steps.limit, texts, worst=run.steps[worst])
+            times = shares[worst] / large_steps.limit
+            yield Detection(large_steps, run.steps[at], times, texts, worst=run.steps[worst])
 
 
-def find_untied(run: Training, weight_untied: Rule) -> Iterator[Hit]:
+def find_untied(run: Training, weight_untied: Rule) -> Detections:
     """Yield weights that were one parameter and are two."""
     for step, kind, names in run.record.events:
         if kind == weight_untied.kind:
             layer = next((name for name in run.layers if f"{name}.weight" in names.split(" and ")), "")
-            yield Hit(weight_untied, step, CERTAIN, {"names": names}, (layer, ""))
+            yield Detection(weight_untied, step, CERTAIN, {"names": names}, (layer, ""))
 
 
-def find_dead_rows(run: Training, rows_died: Rule) -> Iterator[Hit]:
+def find_dead_rows(run: Training, rows_died: Rule) -> Detections:
     """Yield layers with rows of the weight that became 0; none if most layers have some."""
     zeros = np.nan_to_num(np.stack([run.record.measure("zeros", layer, "weight") for layer in run.layers], 1))
     over = zeros > rows_died.limit + 2 * zeros[0]
     places = np.flatnonzero(over.any(axis=0))
     for place in places if len(places) <= len(run.layers) / 2 else ():
         texts = {"share": percent(float(zeros[:, place].max()))}
-        yield Hit(rows_died, run.steps[over[:, place].argmax()], LIKELY, texts, (run.layers[place], "weight"))
+        yield Detection(rows_died, run.steps[over[:, place].argmax()], LIKELY, texts, (run.layers[place], "weight"))
 
 
-def find_written(run: Training, weight_written: Rule, weights_written: Rule, weights_permuted: Rule) -> Iterator[Hit]:
+def find_written(run: Training, weight_written: Rule, weights_written: Rule, weights_permuted: Rule) -> Detections:
     """Yield the first step in which something but the optimizer wrote weights."""
     over = run.written > weight_written.limit
     if (at := first_true(over)) is None:
@@ -97,10 +108,10 @@ def find_written(run: Training, weight_written: Rule, weights_written: Rule, wei
         is_layer = place < len(run.layers)
         sizes = run.record.measure("amax", *where) if is_layer else run.weights["size"][:, place]
         texts = {"name": "amax" if is_layer else "size", "was": sizes[last], "now": sizes[at]}
-    yield Hit(rule, run.steps[at], share / rule.limit, texts, where, numbers={"changed": share})
+    yield Detection(rule, run.steps[at], share / rule.limit, texts, where, numbers={"changed": share})
 
 
-def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Iterator[Hit]:
+def find_gradient_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clipped_fall: Rule) -> Detections:
     """Yield gradients of all layers that leap, or that fall."""
     gradients = run.weights["gradient"]
     gradients = np.where(np.isinf(gradients), np.nan, gradients)  # of inf there is no factor: another test's
@@ -126,14 +137,14 @@ def find_leaps(run: Training, gradients_leap: Rule, gradients_fall: Rule, clippe
         rule = clipped_fall if norms[at] > clipped_fall.limit else gradients_fall
         times = 1 / max(share, 1e-9) / gradients_fall.limit
         texts = {"share": percent(share)}
-        yield Hit(rule, run.steps[at], times, texts, worst=run.steps[at + FEW], numbers={"times": share})
+        yield Detection(rule, run.steps[at], times, texts, worst=run.steps[at + FEW], numbers={"times": share})
 
 
 LEAP_BEGINS = 1.2  # gradients over the median before: from the recorded step on with more a leap goes on
 
 
-def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
-    """Return the hit of gradients ``times_of`` times as large as earlier ones.
+def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Detection:
+    """Return the detection of gradients ``times_of`` times as large as earlier ones.
 
     It begins in the recorded step with the largest part of the leap.
     """
@@ -147,14 +158,14 @@ def _leap(run: Training, rule: Rule, over: Any, times_of: Any) -> Hit:
     if ratio < 1:  # an optimizer that divides by their size makes no larger steps
         rule = rule._replace(level="note")
     over_limit = times * max(1.0, ratio) / rule.limit
-    return Hit(rule, run.steps[begins], over_limit, texts, worst=run.steps[worst], numbers={"times": times})
+    return Detection(rule, run.steps[begins], over_limit, texts, worst=run.steps[worst], numbers={"times": times})
 
 
 STOPPED = 1e-3  # a learning rate over its highest: with less nothing trains
-UNMOVED = 0.9  # a share of a weight's numbers: a step does not change so many
+UPDATES_LOST = 0.9  # a share of a weight's numbers: a step does not change so many
 
 
-def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, nothing_trains: Rule) -> Iterator[Hit]:
+def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, nothing_trains: Rule) -> Detections:
     """Yield weights that no longer change; those of layers also if they get no gradient, or never change."""
     gradients = run.weights["gradient"]
     scales = run.record.last("loss_scale")
@@ -181,7 +192,7 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
             rule = rule._replace(level="note")
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         others = f", nor do {len(places) - 1} other weights" if len(places) > 1 else ""
-        yield Hit(rule, run.steps[at], LIKELY, {"others": others, "scale": scale}, where)
+        yield Detection(rule, run.steps[at], LIKELY, {"others": others, "scale": scale}, where)
 
 
 def _stopped_weights(run: Training) -> dict[int, list[int]]:
@@ -191,7 +202,7 @@ def _stopped_weights(run: Training) -> dict[int, list[int]]:
     still = (run.weights["update"] == 0) & ~(run.weights["master_update"] > 0)  # rounding may lose a master's updates
     still[:, :count] |= gradients[:, :count] == 0  # an embedding's sampled rows may get no gradient
     changed = np.where(still, np.nan, run.weights["changed"])
-    rounding_stops_them = np.nanmedian(changed) < 1 - UNMOVED  # find_unmoved says it of "updates rounded off"
+    rounding_stops_them = np.nanmedian(changed) < 1 - UPDATES_LOST  # find_lost_updates says it of "updates rounded off"
     trains = min(run.rate.values[-FEW:], default=0) > 0 and not rounding_stops_them
     lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
     places_by_record: dict[int, list[int]] = {}
@@ -208,20 +219,21 @@ def _stopped_weights(run: Training) -> dict[int, list[int]]:
     return places_by_record
 
 
-def find_unmoved(run: Training, weight_unmoved: Rule, master_unmoved: Rule) -> Iterator[Hit]:
+def find_lost_updates(run: Training, weight_updates_lost: Rule, master_updates_lost: Rule) -> Detections:
     """Yield updates that rounding loses, where it is worst."""
     weights = {name: values[:, : len(run.layers)] for name, values in run.weights.items()}  # [records, layers]
     has_master = weights["master_update"] > 0  # rounding the master then loses updates, not rounding the weight
     changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
-    yield from _worst(run, 1 - np.where(has_master, weights["master_changed"], changed), weight_unmoved, master_unmoved)
+    unchanged = 1 - np.where(has_master, weights["master_changed"], changed)
+    yield from _worst_layer(run, unchanged, weight_updates_lost, master_updates_lost)
 
 
-def find_flushed(run: Training, moments_flushed: Rule) -> Iterator[Hit]:
+def find_flushed_moments(run: Training, moments_flushed: Rule) -> Detections:
     """Yield second moments that are flushed, where it is worst."""
-    yield from _worst(run, run.weights["second_flushed"][:, : len(run.layers)], moments_flushed, moments_flushed)
+    yield from _worst_layer(run, run.weights["second_flushed"][:, : len(run.layers)], moments_flushed, moments_flushed)
 
 
-def _worst(run: Training, values: Any, of_weight: Rule, of_master: Rule) -> Iterator[Hit]:
+def _worst_layer(run: Training, values: Any, of_weight: Rule, of_master: Rule) -> Detections:
     """Yield the layer where a measure [records, layers] exceeds a limit by most: of its weight, or of its master."""
     over = values > of_weight.limit
     if over.any():
@@ -232,4 +244,4 @@ def _worst(run: Training, values: Any, of_weight: Rule, of_master: Rule) -> Iter
         value = float(values[worst, place])
         texts = {"share": percent(value), "extent": f"in {over[worst].sum()} of {len(over[0])} layers"}
         where = run.layers[place], "weight"
-        yield Hit(rule, run.steps[begins], value / rule.limit, texts, where, run.steps[worst], numbers)
+        yield Detection(rule, run.steps[begins], value / rule.limit, texts, where, run.steps[worst], numbers)

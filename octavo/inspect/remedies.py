@@ -52,8 +52,8 @@ class Exponents:
         parts_of_bins = np.clip(np.nan_to_num(magnitude)[..., None] / self._bins - 1, 0, 1)
         return (self.counts * parts_of_bins).sum(axis=-1) / self._total
 
-    def octaves_beyond(self, share: float) -> Any:
-        """Return how many octaves the amax lies above the exponents of all numbers but this share."""
+    def octaves_above_all_but(self, share: float) -> Any:
+        """Return how many octaves the amax lies above the exponents of all numbers but a share of the largest."""
         place = (np.cumsum(self.counts, axis=-1) >= (1 - share) * self._total[..., None]).argmax(-1)
         return np.log2(np.maximum(self.amax / (2 * self._bins[place]), 1))
 

@@ -20,7 +20,7 @@ from octavo.inspect.findings import FORMAT_SQNR, LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding
 from octavo.inspect.record import UNWATCHED, Record, np
 from octavo.inspect.twin import DIFFERING_COSINE, TWIN_LOSS
-from octavo.inspect.verdicts import BEYOND, IN_TURN, verdict
+from octavo.inspect.verdicts import DIFFERING_STEPS, WINDOW, verdict
 from octavo.inspect.weight_updates import GROUP
 from octavo.kernels.arguments import Counted
 from octavo.recipes import to_json as to_rules
@@ -31,8 +31,8 @@ STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, compared wi
 EFFECTS_SHOWN = 3  # how many consequences of a finding are printed
 COLUMNS = 160  # at most of a heat map; of more recorded steps it shows the worst of each few
 POINTS = 1000  # at most of a curve
-# (factor, NumPy's name of the function that takes the worst)
-HEAT = {"flushed": (100, "fmax"), "clipped": (100, "fmax"), "sqnr": (1, "fmin"), "assumed": (1, "fmax")}
+# the measures of casts' heat maps, and what each is multiplied by; of an SQNR the lowest is the worst
+HEAT = {"flushed": 100, "clipped": 100, "sqnr": 1, "assumed": 1}
 
 
 class Against(NamedTuple):
@@ -49,11 +49,8 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
     Findings of one kind, layer and role are the same finding, also where it is a consequence in one run; it is worse or
     milder if its severity differs by 1 or more.
     """
-
-    def severities_of(run: Sequence[Finding]) -> dict[tuple[str, str, str], float]:
-        return {_key(one): one.severity for one in sorted(_with_effects(run), key=lambda one: one.severity)}
-
-    severities, earlier_severities = severities_of(findings), severities_of(earlier)
+    by_severity = sorted(_with_effects(earlier), key=lambda one: one.severity)
+    earlier_severities = {_key(one): one.severity for one in by_severity}  # of findings alike the highest
 
     def state(finding: Finding) -> str:
         severity = earlier_severities.get(_key(finding))
@@ -61,7 +58,8 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
             return "new"
         return "worse" if finding.severity >= severity + 1 else "milder" if finding.severity <= severity - 1 else "same"
 
-    gone = [("gone", finding) for finding in earlier if _key(finding) not in severities]
+    keys = {_key(one) for one in _with_effects(findings)}
+    gone = [("gone", finding) for finding in earlier if _key(finding) not in keys]
     return [*((state(finding), finding) for finding in findings), *gone]
 
 
@@ -133,7 +131,7 @@ def to_json(
         "layers": record.layers,
         "verdict": verdict(record, findings),
         "findings": [_finding(finding) for finding in findings],
-        "limits": {**LIMITS, "twin": (DIFFERING_COSINE, BEYOND, IN_TURN), "sqnr": FORMAT_SQNR},
+        "limits": {**LIMITS, "twin": (DIFFERING_COSINE, DIFFERING_STEPS, WINDOW), "sqnr": FORMAT_SQNR},
         "against": None if against is None else _against(findings, against),
         "casts": [_casts(of_worst_experts, layer, role, starts) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
@@ -201,11 +199,11 @@ def _starts(count: int, most: int) -> list[int]:
     return list(range(0, count, max(1, math.ceil(count / most))))
 
 
-def _worst(values: Any, starts: Sequence[int], worse: str = "fmax") -> list[float]:
-    """Return the worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
+def _worst(values: Any, starts: Sequence[int], lowest: bool = False) -> list[float]:
+    """Return the largest (or lowest) value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
     if not starts:
         return []
-    ufunc = getattr(np, worse)
+    ufunc = np.fmin if lowest else np.fmax
     flat = np.asarray(values, dtype="float64").reshape(len(values), -1)
     return ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=math.nan), starts).tolist()
 
@@ -214,8 +212,8 @@ def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict
     """Return the worst measures by step of a role's casts; ``amax``: the binary logarithm of the last one."""
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     worst = {
-        name: _rounded(times * value for value in _worst(record.measures[name][:, places], starts, worse))
-        for name, (times, worse) in HEAT.items()
+        name: _rounded(factor * x for x in _worst(record.measures[name][:, places], starts, lowest=name == "sqnr"))
+        for name, factor in HEAT.items()
     }
     amax = record.measures["amax"][:, places]
     last = np.log2(amax[amax > 0][-1:]).tolist()
@@ -231,15 +229,16 @@ def _rounded(values: Iterable[float]) -> list[float]:
 def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
     for role, name in (("weight", "resolution"), ("master", "master_resolution")):
-        ratios = _rounded(_worst(record.weights[name][:, place], starts, "fmin"))
+        ratios = _rounded(_worst(record.weights[name][:, place], starts, lowest=True))
         if role == "weight" or any(map(math.isfinite, ratios)):
             yield {"layer": record.layers[place], "role": role, "resolution": ratios}
 
 
 def _twins(record: Record, starts: Sequence[int]) -> list[dict[str, Any]]:
     """Return the cosine of each layer's gradient with its twin's, by step."""
-    pairs = zip(record.layers, record.weights["twin_cosine"].T, strict=True)
-    return [{"layer": layer, "role": "gradient", "cosine": _rounded(_worst(x, starts, "fmin"))} for layer, x in pairs]
+    lowest = [_rounded(_worst(cosines, starts, lowest=True)) for cosines in record.weights["twin_cosine"].T]
+    pairs = zip(record.layers, lowest, strict=True)
+    return [{"layer": layer, "role": "gradient", "cosine": cosines} for layer, cosines in pairs]
 
 
 def _twin_apart(record: Record) -> dict[str, float] | None:
@@ -257,8 +256,9 @@ def _exponents(record: Record, index: int, findings: Sequence[Finding]) -> dict[
     row = record.rows[index]
     counted = np.flatnonzero(record.measures["amax"][:, index] > 0)
     where = row.layer, row.role, row.products
-    worst = [record.steps.index(finding.worst) for finding in _with_effects(findings) if finding.where == where]
-    at = [*worst, *counted[::-1].tolist(), 0][0]
+    worst_steps = (finding.worst for finding in _with_effects(findings) if finding.where == where)
+    last = int(counted[-1]) if len(counted) else 0
+    at = next(map(record.steps.index, worst_steps), last)
     share, windows = np.zeros(record.exponents.shape[-1]), []
     if len(counted):
         share = 1000 * record.exponents[at, index] / max(1.0, float(record.exponents[at, index].sum()))
@@ -295,11 +295,14 @@ def _first_not_finite(record: Record) -> dict[str, int]:
     return {name: record.scalars[name][0][indices[0]] for name, indices in faulty.items() if len(indices)}
 
 
-def _plain(content: Mapping[str, Any]) -> Any:
-    """Return nested values for JSON: numbers with four digits, None for inf and NaN."""
-
-    def shortened(number: str) -> float:
-        value = float(number)
-        return int(value) if value == int(value) else float(f"{value:.4g}")
-
-    return json.loads(json.dumps(content, default=list), parse_float=shortened, parse_constant=lambda _: None)
+def _plain(value: Any) -> Any:
+    """Return nested values for JSON: floats with four digits, as int if they are whole; None for inf and NaN."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else float(f"{value:.4g}")

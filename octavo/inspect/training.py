@@ -1,4 +1,4 @@
-"""A training's numbers, for the tests that look for faults in them; a fault's rule, and a hit: where it was found.
+"""A training's numbers, for the tests that look for faults in them; a fault's rule, and its detection in a record.
 
 What the tests say, and by which limits, is in rules.FAULT_RULES. They lie by what they read: of_steps.py,
 of_weights.py, of_layers.py. Most compare a quantity with itself in earlier recorded steps, with other layers' in the
@@ -21,7 +21,7 @@ from octavo.inspect.weight_updates import GROUP
 
 RECORDS_BEFORE = 8  # a measure is compared with the median of so many earlier recorded steps
 FEW = 3  # a fault has to last for so many recorded steps, or steps
-CERTAIN = 8.0  # what a Hit reports as times its limit where a fault has no measure
+CERTAIN = 8.0  # what a Detection reports as times its limit where a fault has no measure
 LIKELY = 4.0  # the same, of what may be no fault
 # A change of a weight beyond EXPLAINED times what explains it was written by something else. It is explained by the
 # updates since the last recorded step, all in one direction; by what others usually change; or, if it is of the root
@@ -30,42 +30,51 @@ EXPLAINED = 3
 WRITTEN = 0.03  # a change of a weight by something but the optimizer, over the weight's root mean square
 CHANGED = 0.1  # the change of a module's output over its size: one that changes by less means nothing
 
+Detections = Iterator["Detection"]  # what a rule's test returns
+Test = Callable[..., Detections]
+
 
 class Rule(NamedTuple):
-    """A row of rules.FAULT_RULES: a fault and what is said of it. Texts are formats of the values of a Hit.
+    """A row of rules.FAULT_RULES: how a fault is found, and what is said of it.
+
+    Texts are formats of the values of a Detection.
 
     Attributes:
-        kind: the finding's kind.
-        test: yields the hits of all rows with this test, from the run and these rows, which are arguments by name.
-            It depends on no other test.
+        kind: the finding's kind: a row of incidents.KINDS.
+        test: yields the detections of all rules with this test, from the run and these rules, which are arguments by
+            name. It depends on no other test.
+        limit: of the measure that the test takes; 0 where any is a fault.
+        level: the level of these findings, if their severity does not say it.
+        unless: tests whose detections explain this rule's, which are dropped then.
         text: the fault, without its layer's name.
         remedy: as Python, or what to look at.
-        limit: of the measure that the test takes; 0 where any is a fault.
         expected: the remedy's effect.
         advice: the remedy in plain words, if it is code; else the remedy up to its first semicolon is taken.
-        level: the level of these findings, if their severity does not say it.
-        unless: tests whose hits explain this row's, which are dropped then.
     """
 
     kind: str
-    test: Callable[..., Iterator[Hit]]
-    text: str
-    remedy: str
+    test: Test
     limit: float = 0.0
+    level: str = ""
+    unless: tuple[Test, ...] = ()
+    text: str = ""
+    remedy: str = ""
     expected: str = ""
     advice: str = ""
-    level: str = ""
-    unless: tuple[Callable[..., Iterator[Hit]], ...] = ()
+
+    def says(self, text: str, remedy: str, expected: str = "", advice: str = "") -> Rule:
+        """Return the rule with its texts."""
+        return self._replace(text=text, remedy=remedy, expected=expected, advice=advice)
 
 
-class Hit(NamedTuple):
+class Detection(NamedTuple):
     """A fault that a test found in a record.
 
     Attributes:
         rule: the row of rules.FAULT_RULES that says what it is.
         begins: the step.
         times: its measure over the limit.
-        values: what the rule's texts name.
+        values: the values that the rule's texts name.
         where: (layer, role); "" for what belongs to no layer.
         worst: the step where it is worst, if that is another.
         numbers: the finding's.

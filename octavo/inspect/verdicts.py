@@ -23,16 +23,16 @@ from octavo.inspect.twin import DIFFERING_COSINE, NO_OPTIMIZER, NO_TWIN, OTHERS,
 # --- limits, chosen by how many verdicts of `python -m benchmarks causes` are right with them, "FP8 or not" above all;
 # rules.py says how to change one
 
-# FP8 differs from a step on where so many of so many compared steps in turn are beyond a limit: that of the loss below,
-# or that of a layer's gradient, twin.DIFFERING_COSINE; and so many of the first so many of them
-BEYOND, IN_TURN = 3, 5
-BEYOND_AT_FIRST, AT_FIRST = 2, 3
+# FP8 differs from a step on where so many of WINDOW compared steps in turn exceed a limit: that of the loss below, or
+# that of a layer's gradient, twin.DIFFERING_COSINE; and so many of the FIRST_STEPS of them
+DIFFERING_STEPS, WINDOW = 3, 5
+DIFFERING_AT_FIRST, FIRST_STEPS = 2, 3
 # A step's loss over its twin's, less 1, above or below. In the benchmark's 78 healthy runs with twins the third largest
 # of five in turn is at most 0.0059
 LOSS_DIFFERS = 0.006
-FIRST_SHARE = 0.25  # the first of these steps has so much of their median distance: else it is beyond by chance
+FIRST_SHARE = 0.25  # the first of these steps has so much of their median distance: else it exceeds the limit by chance
 LIMIT_FACTOR_IF_OTHER_FAULT = 2.0  # both limits are doubled if a finding that is no cast's was made: it disturbs scales
-HARMFUL_COSINE = 0.9  # of a layer's gradient and its twin's, median of IN_TURN steps: below, FP8 harms it
+HARMFUL_COSINE = 0.9  # of a layer's gradient and its twin's, median of WINDOW steps: below, FP8 harms it
 FIRST_ORDER = 0.3  # |loss less twin's| over the loss: known to first order, a loss further away is no number to be said
 USUAL_LEAP = 4.0  # the factor of a change of gradients whose finding has none
 LEAST_FACTOR = 1e-9  # a fall of gradients to 0 counts as one to this factor
@@ -48,7 +48,7 @@ CAUSE = "FP8 is the cause"
 TAKES_PART = "FP8 takes part, though not first"
 SUFFERS = "FP8 is not the cause, though it suffers"
 HARMS, CHANGES = (f"FP8 {does} gradients, though not the loss so far" for does in ("harms", "changes"))
-BLAMES = CAUSE, TAKES_PART, HARMS
+FP8_TAKES_PART = CAUSE, TAKES_PART, HARMS
 OTHER_PARAMETERS = "all weights that are no layer's"
 LISTED = 3  # departures, or steps, that a sentence names
 
@@ -83,31 +83,31 @@ def checked(record: Record, findings: Sequence[Finding]) -> list[Finding]:
     precision does not have is left out as an effect of FP8: a rise of the loss, another size of gradients that differ
     from then on, and what layers do after FP8 became the cause of a loss.
     """
-    judge = _Judge(record)
-    others = [each for each in findings if not (each.kind in EFFECTS and judge.is_of_fp8_alone(each))]
-    return [replace(each, level="note") if each.products and judge.clears(each) else each for each in others]
+    twins = _TwinComparison(record)
+    remaining = [each for each in findings if not (each.kind in EFFECTS and twins.is_by_fp8_alone(each))]
+    return [replace(each, level="note") if each.products and twins.acquits_cast(each) else each for each in remaining]
 
 
 def answer_of_twin(record: Record, worst: Finding | None = None) -> str:
     """Return a sentence on whether FP8 is the cause of what a run does, from the twins of its recorded steps."""
-    judge = _Judge(record)
-    if not judge.steps:
+    twins = _TwinComparison(record)
+    if not twins.steps:
         reasons = [text for _, kind, text in record.events if kind == NO_TWIN]
         return f"Whether FP8 is the cause is not measured: {(reasons or [NO_OPTIMIZER])[0]}"
-    lost = next((at for at, loss in enumerate(judge.losses) if not math.isfinite(loss)), None)
-    if lost is not None and math.isfinite(judge.twin_losses[lost]):
-        return f"{CAUSE}: at step {judge.steps[lost]} the loss is {judge.both_losses(lost)}"
-    if (first := judge.difference(worst)) is None:
+    nonfinite = next((at for at, loss in enumerate(twins.losses) if not math.isfinite(loss)), None)
+    if nonfinite is not None and math.isfinite(twins.twin_losses[nonfinite]):
+        return f"{CAUSE}: at step {twins.steps[nonfinite]} the loss is {twins.losses_in_words(nonfinite)}"
+    if (first := twins.difference(worst)) is None:
         cause = "FP8 changes little" if worst is None or worst.products else "FP8 is not the cause"
-        return f"{cause}: in high precision the same batch has nearly the same {judge.both_in_words(worst)}"
-    since = f"{judge.part_of_fp8(worst, first)}: from step {judge.steps[first.at]}"
+        return f"{cause}: in high precision the same batch has nearly the same {twins.agreement_in_words(worst)}"
+    since = f"{twins.part_of_fp8(worst, first)}: from step {twins.steps[first.at]}"
     if first.layer is None:
-        return f"{since} the loss is {judge.both_losses(first.at)}"
-    low = f"a cosine of {judge.cosines[first.at, first.layer]:.2f} with that in high precision"
+        return f"{since} the loss is {twins.losses_in_words(first.at)}"
+    low = f"a cosine of {twins.cosines[first.at, first.layer]:.2f} with that in high precision"
     return f"{since} the gradient of {[*record.layers, OTHER_PARAMETERS][first.layer]} has {low}"
 
 
-LOSS_COLUMNS = 2  # of _Judge.distances: how far the loss is above the twin's, and below; then follow cosines
+LOSS_COLUMNS = 2  # of _TwinComparison.distances: how far the loss is above the twin's, and below; then follow cosines
 
 
 class _Difference(NamedTuple):
@@ -117,8 +117,8 @@ class _Difference(NamedTuple):
     layer: int | None
 
 
-class _Judge:
-    """The judgement of a record's findings and of FP8's part in them, by the steps that were compared with twins.
+class _TwinComparison:
+    """The steps of a record that were compared with their twins, and what these say of FP8 and of findings.
 
     The comment before each branch describes a run that needs the branch. A name in quotes is a kind of run in
     benchmarks/training/causes.py, or in one of its draws, of which another sentence would be said without the branch.
@@ -138,54 +138,48 @@ class _Judge:
         norms = np.array([_median(by_layer) for by_layer in record.weights["twin_norm"]])
         norms /= np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
         compared = np.flatnonzero(np.isfinite(twin_losses) | np.isfinite(cosines).any(axis=1))
-        losses, twin_losses, cosines = losses[compared], twin_losses[compared], cosines[compared]
-        # a loss that is far from the twin's while all gradients agree was multiplied before its backward
-        gradients_agree = np.fmin.reduce(cosines, axis=1) > DIFFERING_COSINE
-        is_multiplied = gradients_agree & (abs(losses - twin_losses) > FIRST_ORDER * abs(losses))
-        # where two are, the record has other losses than backward begins with ("sums in place of means"): no step's is
-        # compared, of whichever gradients
-        twin_losses[is_multiplied | (is_multiplied.sum() > 1) | (twin_losses == 0)] = math.nan
+        self.steps = [record.steps[at] for at in compared]
+        self.losses, self.cosines, self.twin_norms = losses[compared], cosines[compared], norms[compared]
+        self.twin_losses = _comparable(twin_losses[compared], self.losses, self.cosines)
         # the change of a loss is known by the gradient of the outputs, which a factor of the loss multiplies ("clipping
         # off")
-        above = (losses / twin_losses - 1) / _factor_of_loss(record)[compared]
+        above = (self.losses / self.twin_losses - 1) / _factor_of_loss(record)[compared]
         of_losses = np.stack([above, -above], 1) / LOSS_DIFFERS
-        self.distances = np.concatenate([of_losses, (1 - cosines) / (1 - DIFFERING_COSINE)], 1)
-        self.steps = [record.steps[at] for at in compared]
-        self.losses, self.twin_losses, self.cosines, self.twin_norms = losses, twin_losses, cosines, norms[compared]
+        self.distances = np.concatenate([of_losses, (1 - self.cosines) / (1 - DIFFERING_COSINE)], 1)
 
     @cached_property
     def departures(self) -> list[Departure]:
         """The numbers of the run that changed first, by its own past."""
         return departures(self.record)
 
-    def clears(self, finding: Finding) -> bool:
-        """Return whether a cast that a finding blames changes nothing, or only what something else changed before."""
+    def acquits_cast(self, finding: Finding) -> bool:
+        """Return whether the cast of a finding changes nothing, or only what something else changed before."""
         # the twin has inf and NaN, too, and what passes them on is no note: "inf in a gradient"
         if not self.steps or finding.kind == "nonfinite":
             return False
         first = self.difference(finding)
-        return first is None or self.part_of_fp8(finding, first) not in BLAMES
+        return first is None or self.part_of_fp8(finding, first) not in FP8_TAKES_PART
 
-    def is_of_fp8_alone(self, finding: Finding) -> bool:
+    def is_by_fp8_alone(self, finding: Finding) -> bool:
         """Return whether FP8 alone has most of what a finding says: of the loss, of gradients, or by a loss before."""
         at = bisect_left(self.steps, finding.begins)
-        first = self.first_lasting(None)
+        first = self.lasting_difference(None)
         # FP8 clips, the loss leaves the twin's, and later gradients leap and an expert gets no tokens
-        if first is not None and first.at <= at and first.layer is None and self.rise_by_fp8(first.at) > 0:
+        if first is not None and first.at <= at and first.layer is None and self.rise_of_loss_by_fp8(first.at) > 0:
             return True
         # gradients are flushed to 0 in FP8, and the finding is "frozen", or that they fall: "a floor under gradients'
         # amaxes"
         if finding.kind in FROM_GRADIENTS:
-            return self.gradients_change_alone(finding, at)
+            return self.gradients_change_by_fp8_alone(finding, at)
         # the loss rises in FP8, at once or by and by, and most of the rise the twins don't have: no batch raised it. So
         # "scales back off"
-        for since in (slice(at, at + BEYOND), slice(at, None)) if finding.kind in FROM_LOSS else ():
+        for since in (slice(at, at + DIFFERING_STEPS), slice(at, None)) if finding.kind in FROM_LOSS else ():
             rise = _median(self.losses[since]) - _median(self.losses[:at])
             if _median(self.losses[since] - self.twin_losses[since]) > rise / 2 > 0:
                 return True
         return False
 
-    def gradients_change_alone(self, finding: Finding, at: int) -> bool:
+    def gradients_change_by_fp8_alone(self, finding: Finding, at: int) -> bool:
         """Return whether gradients change in FP8 as a finding says, and by less than its square root in the twins.
 
         A layer's gradient must differ from the twin's by that recorded step; of a frozen layer, its own.
@@ -193,28 +187,28 @@ class _Judge:
         # a frozen layer's own gradient, flushed to 0, has no direction in common with the twin's; another layer's that
         # differs explains nothing, as where code detached this one
         if finding.kind == "frozen" and finding.layer in self.record.layers:
-            cosine = _median(self.cosines[at : at + BEYOND, self.record.layers.index(finding.layer)])
+            cosine = _median(self.cosines[at : at + DIFFERING_STEPS, self.record.layers.index(finding.layer)])
             differs_from = at if cosine < DIFFERING_COSINE else None
         else:
-            difference = _first_beyond(self.distances[:, LOSS_COLUMNS:])  # of gradients alone
+            difference = _first_lasting_difference(self.distances[:, LOSS_COLUMNS:])  # of gradients alone
             differs_from = difference and difference.at
         if differs_from is None or differs_from > at:
             return False
-        twins_factor = _median(self.twin_norms[at : at + BEYOND]) / _median(self.twin_norms[:differs_from])
+        twins_factor = _median(self.twin_norms[at : at + DIFFERING_STEPS]) / _median(self.twin_norms[:differs_from])
         factor = 0.0 if finding.kind == "frozen" else finding.numbers.get("times", USUAL_LEAP)
         return twins_factor > 0 and abs(math.log(twins_factor)) < abs(math.log(max(factor, LEAST_FACTOR))) / 2
 
     def difference(self, finding: Finding | None) -> _Difference | None:
         """Return where FP8 differs first and lastingly, or else at the step of a cast's worst finding alone."""
-        return self.first_lasting(finding) or self.at_the_cast(finding)
+        return self.lasting_difference(finding) or self.difference_at_cast(finding)
 
-    def first_lasting(self, finding: Finding | None) -> _Difference | None:
+    def lasting_difference(self, finding: Finding | None) -> _Difference | None:
         """Return where FP8 differs first, in most of some steps in turn; by twice as much beside another fault."""
         # another fault disturbs scales for some steps: "weight x 10,000"
         has_other_fault = finding is not None and not finding.products
-        return _first_beyond(self.distances / (LIMIT_FACTOR_IF_OTHER_FAULT if has_other_fault else 1.0))
+        return _first_lasting_difference(self.distances / (LIMIT_FACTOR_IF_OTHER_FAULT if has_other_fault else 1.0))
 
-    def at_the_cast(self, finding: Finding | None) -> _Difference | None:
+    def difference_at_cast(self, finding: Finding | None) -> _Difference | None:
         """Return the same at the step where a cast's finding is worst, or begins, if FP8 differs in it alone."""
         # FP8 differs where the cast is worst, and in too few steps in turn: "outlier channel"
         for step in (finding.begins, finding.worst) if finding is not None and finding.products else ():
@@ -223,13 +217,13 @@ class _Judge:
                 return _Difference(at, _layer_of(int(columns[0])))
         return None
 
-    def rise_by_fp8(self, at: int) -> float:
+    def rise_of_loss_by_fp8(self, at: int) -> float:
         """Return by how much more FP8 raises the loss from a place on than the twin's is above its own before."""
-        since = slice(at, at + IN_TURN)
+        since = slice(at, at + WINDOW)
         rise_of_twin = _median(self.twin_losses[since]) - _median(self.twin_losses[:at])
         return _median(self.losses[since] - self.twin_losses[since]) - max(rise_of_twin, 0.0)
 
-    def got_over(self, finding: Finding) -> bool:
+    def twin_recovers_from(self, finding: Finding) -> bool:
         """Return whether the twin's loss, by its median since a finding of loss or forward, is as low as before."""
         halves = np.split(self.twin_losses, [bisect_left(self.steps, finding.begins)])
         before, since = (losses[np.isfinite(losses)] for losses in halves)
@@ -248,9 +242,9 @@ class _Judge:
         """
         at = first.at
         is_of_loss = first.layer is None
-        cosines = np.nan_to_num(self.cosines[at : at + IN_TURN], nan=1.0)
+        cosines = np.nan_to_num(self.cosines[at : at + WINDOW], nan=1.0)
         # inputs are clipped from step 100 on: the loss rises there, the twin's does not
-        if is_of_loss and self.rise_by_fp8(at) > 0:
+        if is_of_loss and self.rise_of_loss_by_fp8(at) > 0:
             return CAUSE
         # a rate rose at step 90, the twin's loss rises with it, and from step 100 on amaxes outgrow their scales: FP8
         # suffers. "saturated logits" have the earlier fault alone
@@ -262,7 +256,7 @@ class _Judge:
         if other_departed or other_fault_is_earlier:
             # besides, it flushes all gradients; or the twin's loss came down again, and FP8's did not
             flushes_all = not is_of_loss and _median(cosines) == 0
-            outlasts_fault = worst is not None and not other_departed and self.got_over(worst)
+            outlasts_fault = worst is not None and not other_departed and self.twin_recovers_from(worst)
             return TAKES_PART if flushes_all or outlasts_fault else SUFFERS
         # casts flush gradients, and the updates let both losses rise: the twin has the same weights. A cast is
         # the worst finding in "scales that stay at 1", and of the loss alone FP8 has "rows of the other block's weight"
@@ -271,14 +265,14 @@ class _Judge:
         # gradients lose their direction ("saved codes of the first block"), or a few digits, and no loss shows it yet
         return HARMS if (np.median(cosines, axis=0) < HARMFUL_COSINE).any() else CHANGES
 
-    def both_losses(self, at: int) -> str:
+    def losses_in_words(self, at: int) -> str:
         """Return a step's loss and its twin's in words."""
         loss, twin = self.losses[at], self.twin_losses[at]
         if math.isfinite(loss) and abs(loss - twin) > FIRST_ORDER * abs(loss):
             return f"{loss:.4g}, and far {'less' if twin < loss else 'more'} of the same batch in high precision"
         return f"{loss:.4g}, and {twin:.4g} of the same batch in high precision"
 
-    def both_in_words(self, worst: Finding | None) -> str:
+    def agreement_in_words(self, worst: Finding | None) -> str:
         """Return the loss and gradients that a step and its twin have, of a step as far from its twin as most are.
 
         It is one of the worst finding's steps, if any of these was compared.
@@ -299,18 +293,28 @@ class _Judge:
         return f"{sentence}; later steps were not compared" if self.steps[at] < begins else sentence
 
 
+def _comparable(twin_losses: Any, losses: Any, cosines: Any) -> Any:
+    """Return the twins' losses, nan for those that are not of the loss that the step's backward began with."""
+    # a loss that is far from the twin's while all gradients agree was multiplied before its backward
+    gradients_agree = np.fmin.reduce(cosines, axis=1) > DIFFERING_COSINE
+    is_multiplied = gradients_agree & (abs(losses - twin_losses) > FIRST_ORDER * abs(losses))
+    # where two are, the record has other losses than backward begins with ("sums in place of means"): no step's is
+    # compared, of whichever gradients
+    return np.where(is_multiplied | (is_multiplied.sum() > 1) | (twin_losses == 0), math.nan, twin_losses)
+
+
 def _layer_of(column: int) -> int | None:
     """Return the layer of a column of ``distances``; None for one of the loss."""
     return None if column < LOSS_COLUMNS else column - LOSS_COLUMNS
 
 
-def _first_beyond(distances: Any) -> _Difference | None:
-    """Return the first place and column from which on distances [steps, columns] stay beyond their limits; or None."""
+def _first_lasting_difference(distances: Any) -> _Difference | None:
+    """Return the first place and column from which on distances [steps, columns] mostly exceed 1; None without one."""
     for at in range(len(distances)):
-        since = np.nan_to_num(distances[at : at + IN_TURN])
+        since = np.nan_to_num(distances[at : at + WINDOW])
         is_first = since[0] > np.maximum(1, np.median(since, axis=0) * FIRST_SHARE)
-        lasts_at_first = (since[:AT_FIRST] > 1).sum(axis=0) >= BEYOND_AT_FIRST
-        lasts = (since > 1).sum(axis=0) >= BEYOND
+        lasts_at_first = (since[:FIRST_STEPS] > 1).sum(axis=0) >= DIFFERING_AT_FIRST
+        lasts = (since > 1).sum(axis=0) >= DIFFERING_STEPS
         if len(columns := np.flatnonzero(is_first & lasts_at_first & lasts)):
             return _Difference(at, _layer_of(int(columns[0])))
     return None

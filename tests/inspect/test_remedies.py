@@ -48,7 +48,7 @@ def test_the_share_below_a_magnitude() -> None:
     assert [float(exponents.below(x)) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 1e30)] == [
         0, 0, 0, 0.25, 0.5, 0.75, 1, 1
     ]  # fmt: skip
-    assert float(exponents.octaves_beyond(0.5)) == pytest.approx(math.log2(7 / 2))
+    assert float(exponents.octaves_above_all_but(0.5)) == pytest.approx(math.log2(7 / 2))
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)

@@ -23,7 +23,7 @@ from octavo.inspect.findings import FORMAT_SQNR
 from octavo.inspect.record import OfExperts
 from octavo.inspect.report import COLUMNS, Against, changes, table, to_html, to_json
 from octavo.inspect.twin import DIFFERING_COSINE
-from octavo.inspect.verdicts import BEYOND, IN_TURN
+from octavo.inspect.verdicts import DIFFERING_STEPS, WINDOW
 from octavo.inspect.what_if import Effect, WhatIf
 from octavo.kernels.arguments import Counted
 
@@ -225,7 +225,7 @@ def test_the_numbers_of_twins_are_in_the_json() -> None:
 def test_the_limits_of_captions_are_in_the_json() -> None:
     """The script states no limit of its own: it reads each from the JSON, which has those of the verdict."""
     content = json.loads(to_json(healthy(), []))
-    assert content["limits"]["twin"] == [DIFFERING_COSINE, BEYOND, IN_TURN]
+    assert content["limits"]["twin"] == [DIFFERING_COSINE, DIFFERING_STEPS, WINDOW]
     assert content["limits"]["sqnr"] == FORMAT_SQNR and content["lowest"] == Counted.lowest
     script = Path(report.__file__).with_suffix(".js").read_text()
     assert "Below ${cosine} in ${beyond} of ${inTurn} records" in script
@@ -290,7 +290,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         "lr: 0.001 in all steps. In high precision the loss of a recorded step is at most 0.99" in seen["labels"][0][2]
     )
     assert seen["labels"][1][2] == "Worst: 0.7 cosine in model.layers.1.mlp gradient, step 150."
-    limit = f"Below {DIFFERING_COSINE} in {BEYOND} of {IN_TURN} records in turn"
+    limit = f"Below {DIFFERING_COSINE} in {DIFFERING_STEPS} of {WINDOW} records in turn"
     assert limit in seen["texts"][1] and f"E4M3 keeps about {FORMAT_SQNR['E4M3']}," in " ".join(seen["texts"])
     assert len(seen["links"]) == 15 and all(seen["links"])
     assert max(seen["cut"] + seen["narrow"]) <= 0 and seen["wider"] <= 0 and seen["wider_narrow"] <= 0

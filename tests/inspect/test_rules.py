@@ -1,7 +1,6 @@
-"""The table of rules is whole: each row has a kind that incidents know, and its test gets all rows that name it."""
+"""The table of rules is whole: each has a kind that incidents know, and its test gets all rules that name it."""
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +18,21 @@ from tests.inspect.test_findings import healthy
 from tests.inspect.test_of_layers import nonfinite
 from tests.inspect.test_training import AT, GRADIENT, RECORDS, WEIGHT, Fault, scalar
 
-HITS = "Iterator[Hit]"  # what a rule's test returns
 
-
-def test_each_test_takes_the_rows_that_name_it() -> None:
-    groups = [(test, dict(rows)) for test, rows in itertools.groupby(FAULT_RULES.items(), key=lambda row: row[1].test)]
-    assert len({test for test, _ in groups}) == len(groups), "rows of one test stand beside each other"
-    for test, rows in groups:
-        inspect.signature(test).bind("a training", **rows)
+def test_each_test_takes_the_rules_that_name_it() -> None:
+    tests = {rule.test for rule in FAULT_RULES.values()}
+    for test in tests:
+        inspect.signature(test).bind("a training", **{n: rule for n, rule in FAULT_RULES.items() if rule.test == test})
     assert {rule.kind for rule in FAULT_RULES.values()} <= KINDS.keys()
-    assert {test for rule in FAULT_RULES.values() for test in rule.unless} <= {test for test, _ in groups}
+    assert {test for rule in FAULT_RULES.values() for test in rule.unless} <= tests
+    assert all(rule.text and rule.remedy for rule in FAULT_RULES.values())
 
 
-def test_each_test_and_each_kind_has_a_row() -> None:
+def test_each_test_and_each_kind_has_a_rule() -> None:
     """No test is left out; kinds with a limit are casts', which findings.py tests."""
     functions = [each for file in (of_steps, of_weights, of_layers) for each in vars(file).items()]
     tests = {test for name, test in functions if name.startswith("find_")}
-    assert {test.__annotations__["return"] for test in tests} == {HITS}
+    assert {test.__annotations__["return"] for test in tests} == {"Detections"}
     assert len(tests) > 20 and tests == {rule.test for rule in FAULT_RULES.values()}
     assert {kind for kind, each in KINDS.items() if each.limit is None} <= {rule.kind for rule in FAULT_RULES.values()}
 
@@ -59,10 +56,10 @@ def large_steps(record: Record) -> None:
         (test_of_layers.FAULTS["a NaN in a gradient"], nonfinite(AT, WEIGHT), "made_by_update"),
     ],
 )
-def test_a_hit_that_another_explains_is_dropped(
+def test_a_detection_that_another_explains_is_dropped(
     cause: Fault, other: Callable[[Record], Any], explained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In whatever order the rows stand."""
+    """In whatever order the rules stand."""
     record = healthy(4, RECORDS)
     cause[2](record), other(record)
     findings = rules.apply_rules(record)

@@ -1,4 +1,4 @@
-"""A training's numbers and hits, and what puts faults into healthy records, for the tests of of_steps.py and others."""
+"""A training's numbers and detections; and what puts faults into healthy records, for tests of all rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from octavo.inspect import Record, diagnose
 from octavo.inspect.rules import FAULT_RULES
-from octavo.inspect.training import Hit
+from octavo.inspect.training import Detection
 
 np = pytest.importorskip("numpy")
 
@@ -116,6 +116,9 @@ def test_what_was_0_is_exceeded_by_no_factor() -> None:
 
 
 def test_a_rule_can_say_its_level() -> None:
-    hit = Hit(FAULT_RULES["not_in_optimizer"], 3, 4.0, {"others": ""}, ("head", "weight"))
-    noted = hit._replace(rule=hit.rule._replace(level="note")).finding()
-    assert (hit.finding().level, noted.level) == ("warning", "note") and noted.sentence == hit.finding().sentence
+    detection = Detection(FAULT_RULES["not_in_optimizer"], 3, 4.0, {"others": ""}, ("head", "weight"))
+    noted = detection._replace(rule=detection.rule._replace(level="note")).finding()
+    assert (detection.finding().level, noted.level) == (
+        "warning",
+        "note",
+    ) and noted.sentence == detection.finding().sentence
