@@ -225,12 +225,13 @@ class _Times:
 
 
 def _converted_twin(
-    model: nn.Module, work: Work, recipe: Recipe | RecipeMap | None, select: Select | None, fuse: bool
+    model: nn.Module, work: Work, recipe: Recipe | RecipeMap | None, select: Select | None, fuse: bool, are_stored: bool
 ) -> tuple[nn.Module, list[FusedPart]]:
     """Return (a copy of a model without memory, converted as for ``estimate``, and the parts that are fused by that).
 
-    Parts are read before the copy is put into bf16: octavo joins layers in FP8 alone. Norms and residuals that
-    ``model`` fuses already are left out, as ``work`` counted those fused.
+    Parts are read before the copy is put into bf16: octavo joins layers in FP8 alone, and not if their weights
+    ``are_stored`` in FP8. Norms and residuals that ``model`` fuses already are left out, as ``work`` counted those
+    fused.
     """
     twin = on_meta(model)
     if recipe is not None:
@@ -238,7 +239,7 @@ def _converted_twin(
     elif fuse:  # the same modules are fused as in FP8
         convert_quietly(twin, default(), lambda *_: True, fuse)
     already = {module.name for module in fused_modules(model) if module.kind != "loss"}
-    parts = fused_parts(twin, work) if fuse else ()
+    parts = fused_parts(twin, work, are_stored) if fuse else ()
     newly_fused = [each for each in parts if each.module not in already or each.part not in COUNTED]
     if not RecipeModule.named_in(twin):
         convert(twin, high_precision(), lambda *_: True)  # a schedule needs converted layers
@@ -317,7 +318,7 @@ def estimate(
     """
     recipe = None if recipe is None else as_recipe(recipe)
     work = work or work_of(model, inputs)
-    twin, parts = _converted_twin(model, work, recipe, select, fuse)
+    twin, parts = _converted_twin(model, work, recipe, select, fuse, weight_storage is not None)
     recipes = {name: module.recipe for name, module in RecipeModule.named_in(twin)}
     loss_bytes = (FUSED_LOSS if any(each.part == "loss" for each in parts) else LOSS) * work.logits
     uncast_head = None

@@ -107,11 +107,15 @@ class FusedPart(NamedTuple):
     elements: float
 
 
-def fused_parts(model: nn.Module, work: Work) -> Iterator[FusedPart]:
-    """Yield the parts of each module that octavo.convert(..., fuse=True) has given its own forward."""
+def fused_parts(model: nn.Module, work: Work, are_stored: bool = False) -> Iterator[FusedPart]:
+    """Yield the parts of each module that octavo.convert(..., fuse=True) has given its own forward.
+
+    ``are_stored``: weights will lie in FP8, so that none of them are joined.
+    """
     linears = {linear.name: linear for linear in work.linears}
     for module in fused_modules(model):
         name, prefix = module.name, f"{module.name}." * bool(module.name)
+        is_joined = module.is_joined and not are_stored
         if module.kind == "loss":
             yield FusedPart(f"{name}.loss_function", "loss", work.logits)
             continue
@@ -119,10 +123,10 @@ def fused_parts(model: nn.Module, work: Work) -> Iterator[FusedPart]:
             yield FusedPart(name, module.kind, work.inputs.get(name, 0))
             continue
         if (down := linears.get(f"{prefix}{module.down}")) is not None:
-            gated = "gated feed-forward" if module.is_joined else "gated feed-forward, apart"
+            gated = "gated feed-forward" if is_joined else "gated feed-forward, apart"
             yield FusedPart(name, gated if len(module.input_layers) == 2 else "feed-forward", down.sizes.input)
         layers = [linears[path] for child in module.input_layers if (path := f"{prefix}{child}") in linears]
-        if not module.is_joined or len(layers) < max(2, len(module.input_layers)):
+        if not is_joined or len(layers) < max(2, len(module.input_layers)):
             continue
         is_attention = module.kind == "attention"
         yield FusedPart(name, "query, key and value" if is_attention else "gate and up", layers[0].sizes.input)

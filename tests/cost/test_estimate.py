@@ -184,6 +184,18 @@ def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     less = {kind for kind in plain if fused[kind] < 0.99 * plain[kind]}  # of fewer layers fewer scales, too
     assert less >= {"norms", "activations", "logits and loss"} and plans[1].peak < plans[0].peak
     assert plans[0].memory.activations == sum(plain.values())
+    stored = estimate(
+        model,
+        (TOKENS,),
+        recipes.delayed(),
+        H200,
+        lambda *_: True,
+        octavo.optim.AdamW,
+        work,
+        fuse=True,
+        weight_storage="fp8",
+    )
+    assert plans[1].other < stored.other < plans[0].other  # weights in FP8 are never joined, nor are their products
     already = octavo.convert(copy.deepcopy(model), recipes.delayed(), lambda *_: True, fuse=True)
     bytes_alone = dataclasses.replace(H200, launch=0.0)  # gradients of norms' weights are copied here
     once, of_fused = (

@@ -1,6 +1,7 @@
 """Adam's step in C++ against the reference: every way to keep a weight, any values, the same bits."""
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from octavo.kernels.cpu.library import library
 from octavo.kernels.cpu.optimizer_step import FORMATS, step_in_place
 from octavo.kernels.reference.optimizer_state import MASTER_KINDS, MasterWeight
 from octavo.kernels.reference.optimizer_step import optimizer_step
+from octavo.kernels.step_numbers import adam_max_update
 from tests.support.fp8_weights import BITS
 from tests.support.optimizer_both import (
     ADAM,
@@ -70,6 +72,17 @@ def test_plain_weights_of_16_bits_are_updated_as_the_reference_does() -> None:
         optimizer_step([theirs], [ADAM._replace(bounds_update=True)])
         optimizer_step([ours], [ADAM._replace(bounds_update=True)], step_in_place=step_in_place)
         assert differences([ours], [theirs]) == [] and not torch.equal(theirs.master.weight, before)
+
+
+def test_a_bound_past_float32_limits_nothing() -> None:
+    """Where beta1 squared is more than beta2 it grows without end."""
+    update = update_of((5, 200), SCHEMES["fp8"], step=500)._replace(group=0)
+    group = ADAM._replace(beta1=0.9, beta2=0.5, bounds_update=True)
+    assert torch.finfo(torch.float32).max < adam_max_update(501, group.beta1, group.beta2) < math.inf
+    ours, theirs = copy.deepcopy(update), copy.deepcopy(update)
+    optimizer_step([theirs], [group])
+    optimizer_step([ours], [group], step_in_place=step_in_place)
+    assert differences([ours], [theirs]) == [] and theirs.master.weight.isfinite().all()
 
 
 def test_formats_of_the_source_are_those_of_python() -> None:
