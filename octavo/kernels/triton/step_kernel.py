@@ -222,8 +222,10 @@ def scales_of(row, n, shared, square, TENSOR: tl.constexpr, DECOUPLED: tl.conste
             amax = amax * tl.abs(n.decay_factor)
         master = scale_from_amax((amax + n.bound) * SLACK, TENSOR.master.fmt.max, True)
         master_inv = tl.load(to_pointer(row[MASTER_SCALE_INV], tl.float32, False) + square)
-    first = moment_scale(row, FIRST, shared.first_amax, TENSOR.first)
-    second = moment_scale(row, SECOND, shared.second_amax, TENSOR.second)
+    FIRST_MOMENT: tl.constexpr = TENSOR.first  # Triton 3.6 takes no object's field as an argument
+    SECOND_MOMENT: tl.constexpr = TENSOR.second
+    first = moment_scale(row, FIRST, shared.first_amax, FIRST_MOMENT)
+    second = moment_scale(row, SECOND, shared.second_amax, SECOND_MOMENT)
     return Scales(first, second, master, master_inv)
 
 
@@ -364,11 +366,10 @@ class TensorPointers(NamedTuple):
     group: Any
     grad_scale: Any
     resolution: Any
-    shared: Any  # SharedNumbers
 
 
 @triton.jit
-def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, STEP: tl.constexpr):
+def update_tensor(row, pointers, shared, program, tiles, TENSOR: tl.constexpr, STEP: tl.constexpr):
     """Update a program's tiles of a tensor; program: its number among the tensor's."""
     number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
     key = with_number(row[KEY].to(tl.uint32), number)
@@ -379,7 +380,7 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, STEP: tl.
     divisor = tl.load(pointers.grad_scale) if pointers.grad_scale is not None else None
     scale_inv = tl.load(pointers.gradient_scale_inv) if TENSOR.gradient_fmt is not None else None
     gradient = GradientPlace(tl.load(pointers.gradient), scale_inv, divisor)
-    scales = scales_of(row, n, pointers.shared, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled)
+    scales = scales_of(row, n, shared, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
@@ -402,9 +403,9 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, STEP: tl.
         largest_w = tl.maximum(largest_w, amax_w)
     LOOKED: tl.constexpr = "amax_known" if STEP.finds_amaxes else "previous"
     if TENSOR.first.scale == LOOKED:
-        raise_amax(pointers.shared.first_amax, largest1)
+        raise_amax(shared.first_amax, largest1)
     if TENSOR.second.scale == LOOKED:
-        raise_amax(pointers.shared.second_amax, largest2)
+        raise_amax(shared.second_amax, largest2)
     if not STEP.finds_amaxes:
         if MEASURE and row[MEASURED] != 0:
             tl.atomic_add(pointers.resolution, tl.cast(all_moved, tl.float64), sem="relaxed")
@@ -414,9 +415,9 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, STEP: tl.
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(to_pointer(row[MASTER_AMAX], tl.float32, False) + program, largest_w)
         elif TENSOR.master.fmt is not None:
-            raise_amax(pointers.shared.master_amax, largest_w)
+            raise_amax(shared.master_amax, largest_w)
         if program == 0:
-            leave_scales(pointers.shared, scales, TENSOR)
+            leave_scales(shared, scales, TENSOR)
             if STEP.rule.is_adam:
                 keep_corrections(pointers.corrections, pointers.group, number + 1)
 
@@ -448,11 +449,11 @@ def optimizer_step_kernel(
         group=groups_ptr + row[GROUP] * 8,
         grad_scale=grad_scale_ptr,
         resolution=resolution_ptr,
-        shared=shared_numbers(work_ptr, tensor, COUNT),
     )
+    shared = shared_numbers(work_ptr, tensor, COUNT)
     for i in tl.static_range(len(STEP.tensors)):
         if row[CLASS] == i:
             TENSOR: tl.constexpr = STEP.tensors[i]
-            update_tensor(row, pointers, program, tiles, TENSOR, STEP)
+            update_tensor(row, pointers, shared, program, tiles, TENSOR, STEP)
     if not STEP.finds_amaxes and is_last_program(work_ptr, programs):
         finish(table_ptr, work_ptr, COUNT, STEP.has_one_scale)
