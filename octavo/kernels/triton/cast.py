@@ -49,10 +49,10 @@ from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.norm import norm as reference_norm
+from octavo.kernels.triton.cast_blocks import cast_by_block
 from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, norm_input, outputs_to, rounding_of
 from octavo.kernels.triton.cast_kernels import (
     LINES,
-    cast_by_block,
     cast_by_line,
     cast_by_row,
     cast_by_tensor,

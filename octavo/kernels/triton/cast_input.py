@@ -61,9 +61,9 @@ def _shares(
     strips = -(-cols // block_c) or 1
     while tiles > 1 and strips * -(-rows // (block_r * tiles)) < enough:
         tiles //= 2
-    groups = -(-rows // (block_r * tiles)) or 1
-    even = rows == groups * block_r * tiles and cols == strips * block_c
-    return strips, groups, Tiling(even, block_r, block_c, tiles, one_tile, halves, fold)
+    parts = -(-rows // (block_r * tiles)) or 1
+    even = rows == parts * block_r * tiles and cols == strips * block_c
+    return strips, parts, Tiling(even, block_r, block_c, tiles, one_tile, halves, fold)
 
 
 class CastInput(NamedTuple):
@@ -136,19 +136,19 @@ class CastInput(NamedTuple):
         """
         shape = self.rows, self.cols
         enough = 3 * multiprocessors(self.x.get_device())
-        shares = strips, heights, tiling = _shares(
+        shares = strips, parts, tiling = _shares(
             shape, enough, block_r, block_c, tiles, one_tile, self.halves == 2, fold
         )
         if self.groups is None:
             return shares
         groups, grouping = self.groups
         if grouping.ragged:  # a number that is enough for any groups
-            heights = self.rows // (tiling.tiles * block_r) + groups.count + 1
-        return strips, heights, tiling._replace(even=False, grouped=True)
+            parts = self.rows // (tiling.tiles * block_r) + groups.count + 1
+        return strips, parts, tiling._replace(even=False, grouped=True)
 
-    def with_parts(self, sums: Tensor | None, groups: int) -> tuple[Tensor, Tensor] | None:
-        """Return (column sums, memory for the parts that so many groups of programs leave), None without sums."""
-        return sums if sums is None else (sums, self.x.new_empty((self.halves, groups, self.cols), dtype=torch.float32))
+    def with_parts(self, sums: Tensor | None, parts: int) -> tuple[Tensor, Tensor] | None:
+        """Return (column sums, memory for each part's), None without sums."""
+        return sums if sums is None else (sums, self.x.new_empty((self.halves, parts, self.cols), dtype=torch.float32))
 
     def launch(
         self, kernel: Any, programs: int, num_warps: int, arguments: Sequence[Any], constants: Sequence[Any]

@@ -1,25 +1,24 @@
-"""The kernels of casts, by what shares a scale.
+"""The kernels of casts, by what shares a scale; those of blocks are in cast_blocks.py.
 
     a tensor    cast_tensor_kernel: the cast with both layouts, amax, column sums and the delayed roll; amax_kernel
     a line      a row, a column, or a row for some codes and a column for others: lines are shared by programs, so
                 line_amax_kernel finds their amaxes before cast_lines_kernel
     a row       cast_rows_kernel, of rows in order whose codes lie so too: a program owns BLOCK_R whole rows. Those that
                 fit one tile are read once; longer ones twice, the second time mostly from a cache
-    a block     cast_blocks_kernel, of sizes that are powers of two: many a program. For blocks that are higher than a
-                tile a program reads its rows twice, the second time from a cache
 
-For tensors and lines a program works down a strip of columns, some tiles, so that few programs raise the shared amax
-and a strip's column sums have few parts. The last program to end finishes what several share, in the same launch.
+A strip is as many columns as a tile has; a program's part of a strip is one tile or several, one below the other. For
+tensors and lines it is several, so that few programs raise the shared amax and add to a strip's column sums. The last
+program to end finishes what several share, in the same launch.
 
 work (int32, all 0 before and after). For a tensor: [0] the bits of the shared amax, [1] its counter, [2...] a counter
 for each strip with column sums. For lines: the bits of the columns' amaxes and of the rows', a counter for each strip,
-one for each group.
+one for the same part of all strips.
 
-The kernels of rows and of blocks cast rows in groups too (``tiling.grouped``, grouped_cast.py): then ``place`` is a
-program's GroupOfProgram, and ``local`` are rows of its group; else these are rows of x.
+The kernel of rows casts rows in groups too (``tiling.grouped``, grouped_cast.py): ``place`` is a program's
+GroupOfProgram, and ``local`` are rows of its group, which without groups is all of x.
 
 ``produce`` returns a tile and, where ``tiling.halves`` (a gated activation's gradient), the tile of the matrix's other
-half of columns, ``other_half``. Names with ``second`` are of the second of two scalings.
+half of columns, ``other_half``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import ALL, PADDING, Tile
+from octavo.granularity import ALL, PADDING
 from octavo.kernels.arguments import Commit, Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.delayed_update import (
@@ -40,8 +39,8 @@ from octavo.kernels.triton.delayed_update import (
     scale_of_pass,
     state_and_update,
 )
-from octavo.kernels.triton.groups import locate
-from octavo.kernels.triton.launch import Config, with_room_for, workspace
+from octavo.kernels.triton.groups import locate, places_of_codes, produce_of_group
+from octavo.kernels.triton.launch import workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
     Codes,
@@ -50,51 +49,18 @@ from octavo.kernels.triton.tiles import (
     finish_column_sums,
     finite_abs,
     is_last_program,
-    kept_narrow,
     raise_amax,
-    rounded,
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
-    store_scale_inv,
     store_tiles,
     take_amax,
 )
 
 
 @triton.jit
-def produce_of_group(
-    x, extra, place, local, cols, function: tl.constexpr, grouping: tl.constexpr, tiling: tl.constexpr
-):
-    """Return ``produce`` of the rows ``local``."""
-    if tiling.grouped:
-        is_mine = local < place.size
-        rows = tl.where(is_mine, place.start + local, x.R)
-        H_ROWS: tl.constexpr = grouping.h_tile_r
-        scale_rows = tl.where(is_mine, place.h_row + local // H_ROWS, 0)
-        tile, other_half = produce(x, extra, rows, cols, function, tiling.even, scale_rows)
-    else:
-        tile, other_half = produce(x, extra, local, cols, function, tiling.even)
-    return tile, other_half
-
-
-@triton.jit
-def places_of_codes(x, codes, place, local, tiling: tl.constexpr):
-    """Return where codes of the rows ``local`` go: (rows, R where there are none; transposed columns; their end)."""
-    if tiling.grouped:
-        rows = tl.where(local < place.height, place.start + local, x.R)
-        columns = place.column + local
-        end = place.column + place.columns
-    else:
-        rows = local
-        columns = local
-        end = codes.t_stride
-    return rows, columns, end
-
-
-@triton.jit
 def finite_largest(largest, tile, other_half, tiling: tl.constexpr):
-    """Return ``largest`` raised to the finite magnitudes of what ``produce`` returned."""
+    """Return ``largest`` raised to ``finite_magnitudes``, of one half after the other."""
     largest = tl.maximum(largest, finite_abs(tile))
     if tiling.halves:
         largest = tl.maximum(largest, finite_abs(other_half))
@@ -102,8 +68,8 @@ def finite_largest(largest, tile, other_half, tiling: tl.constexpr):
 
 
 @triton.jit
-def larger(tile, other_half, tiling: tl.constexpr):
-    """Return the finite magnitudes of a tile, or the larger ones of two halves; finite_largest has another order."""
+def finite_magnitudes(tile, other_half, tiling: tl.constexpr):
+    """Return the finite magnitudes of a tile, or the larger ones of two halves."""
     result = finite_abs(tile)
     if tiling.halves:
         result = tl.maximum(result, finite_abs(other_half))
@@ -156,23 +122,22 @@ def cast_strip(
     return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(sums_of_half, 0)
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["parts"])
 def amax_kernel(
     x,
     extra,
     amax_ptr,
     delayed,  # with a ROLE, a State: return at once where a scale exists
     work_ptr,
-    groups,  # how many groups of tiling.tiles tiles a strip has
+    parts,  # of a strip, each a program's
     function: tl.constexpr,  # Function
     ROLE: tl.constexpr,  # None for Dynamic (Triton 3.6 can't compare a State that holds None with None)
     tiling: tl.constexpr,  # Tiling
 ):
     """Write the amax of all that is cast."""
-    if ROLE is not None:
-        if scale_of_pass(delayed, ROLE) != 0:
-            return
-    strips = tl.num_programs(0) // groups
+    if ROLE is not None and scale_of_pass(delayed, ROLE) != 0:
+        return
+    strips = tl.num_programs(0) // parts
     program = tl.program_id(0)
     first_row = (program // strips) * (tiling.tiles * tiling.block_r)
     cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
@@ -196,7 +161,7 @@ def scale_of(delayed, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
     return scale
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["parts"])
 def cast_tensor_kernel(
     x,
     extra,
@@ -204,10 +169,10 @@ def cast_tensor_kernel(
     own_amax_ptr,  # out.amax if amax_kernel wrote it: for Dynamic, or where there may be no history; else None
     delayed,  # with a ROLE, a State; without an update only its scale is read
     rolled,  # with an update, amaxes that the last program rolls too: (of the input, of the weight)
-    sums,  # None, or (column sums [C], their parts [groups, C])
+    sums,  # None, or (column sums [C], each part's [halves, parts, C])
     recast,  # with recast_function, (a scale, Codes) of the activation whose gradient is cast
     work_ptr,
-    groups,  # how many groups of tiling.tiles tiles a strip has
+    parts,  # of a strip, each a program's
     function: tl.constexpr,  # Function
     ROLE: tl.constexpr,  # None for Dynamic
     rounding: tl.constexpr,
@@ -225,13 +190,13 @@ def cast_tensor_kernel(
         tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
         if out.scale is not None:
             tl.store(out.scale, scale)
-    strips = programs // groups
+    strips = programs // parts
     strip = program % strips
-    group = program // strips
+    part = program // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
-    first_row = group * (tiling.tiles * tiling.block_r)
+    first_row = part * (tiling.tiles * tiling.block_r)
     SUMS: tl.constexpr = sums is not None
-    amax, parts, parts_of_half = cast_strip(
+    amax, total, total_of_half = cast_strip(
         x, extra, out.codes, scale, first_row, cols, function, rounding.e5m2, SUMS, tiling, recast, recast_function
     )
     if ROLE is not None:
@@ -241,7 +206,7 @@ def cast_tensor_kernel(
     if sums is not None:  # only the last program of each strip counts at the second counter
         counted = strips
         counter = work_ptr + 2 + strip
-        counts = finish_column_sums(parts, parts_of_half, sums, counter, group, groups, cols, x.C, tiling.halves)
+        counts = finish_column_sums(total, total_of_half, sums, counter, part, parts, cols, x.C, tiling.halves)
     if ROLE is not None:
         if counts:
             if is_last_program(work_ptr + 1, counted):
@@ -255,9 +220,9 @@ def cast_tensor_kernel(
 def find_amax(inputs: CastInput, amax: Tensor, delayed: StateTensors | None = None, role: int | None = None) -> None:
     """Write amax [1, 1]; with ``delayed`` and a role, only where that state has no scale for the role yet."""
     chosen = inputs.config("amax")
-    strips, groups, tiling = inputs.tiling(*chosen[:3])
-    arguments = amax, delayed, workspace(inputs.x, 2), groups
-    inputs.launch(amax_kernel, strips * groups, chosen.num_warps, arguments, (role, tiling))
+    strips, parts, tiling = inputs.tiling(*chosen[:3])
+    arguments = amax, delayed, workspace(inputs.x, 2), parts
+    inputs.launch(amax_kernel, strips * parts, chosen.num_warps, arguments, (role, tiling))
 
 
 def cast_by_tensor(
@@ -279,16 +244,16 @@ def cast_by_tensor(
     if needs_amax and not amax_is_written:
         find_amax(inputs, out.amax, delayed, role)
     chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose", recast is not None)
-    strips, groups, tiling = inputs.tiling(*chosen[:3])
+    strips, parts, tiling = inputs.tiling(*chosen[:3])
     recast_to = recast_function = None  # (its scale, its Codes) and its Function
     if recast is not None:
         recast_to = recast[0].delayed_scale, recast[1]
         recast_function = inputs.function._replace(gradient=False, e5m2=rounding_of(recast[0]).e5m2)
     read = out.amax if needs_amax else None, delayed, (None, None) if commit is None else commit[3:5]
     work = workspace(inputs.x, 2 + strips)
-    arguments = out, *read, inputs.with_parts(sums, groups), recast_to, work, groups
+    arguments = out, *read, inputs.with_parts(sums, parts), recast_to, work, parts
     constants = role, rounding_of(scaling), update, recast_function, tiling
-    inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
+    inputs.launch(cast_tensor_kernel, strips * parts, chosen.num_warps, arguments, constants)
 
 
 @triton.jit
@@ -307,11 +272,11 @@ def cast_rows_kernel(
     local = place.first + tl.arange(0, tiling.block_r)
     cols = tl.arange(0, tiling.block_c)
     tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
-    largest = larger(tile, other_half, tiling)
+    largest = finite_magnitudes(tile, other_half, tiling)
     if not tiling.one_tile:
         for start in range(tiling.block_c, x.C, tiling.block_c):
             more, more_of_half = produce_of_group(x, extra, place, local, start + cols, function, grouping, tiling)
-            largest = tl.maximum(largest, larger(more, more_of_half, tiling))
+            largest = tl.maximum(largest, finite_magnitudes(more, more_of_half, tiling))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
     rows, columns, end = places_of_codes(x, out.codes, place, local, tiling)
@@ -360,7 +325,7 @@ def finish_lines(bits_ptr, lines, end, out, scale_ptr, rounding: tl.constexpr):
     tl.store(bits_ptr + lines, tl.zeros_like(lines), mask=inside)
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["parts"])
 def line_amax_kernel(
     x,
     extra,
@@ -368,7 +333,7 @@ def line_amax_kernel(
     by_column,  # outputs of the scaling by columns
     scales,  # the scales that the cast reads: those of rows, then those of columns
     work_ptr,
-    groups,  # how many groups of tiling.tiles tiles a strip has
+    parts,  # of a strip, each a program's
     function: tl.constexpr,  # Function
     row_rounding: tl.constexpr,  # None without a scaling by rows
     column_rounding: tl.constexpr,
@@ -376,9 +341,9 @@ def line_amax_kernel(
 ):
     """Write the amaxes and scales of all rows, all columns or both."""
     HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
-    strips = tl.num_programs(0) // groups
+    strips = tl.num_programs(0) // parts
     strip = tl.program_id(0) % strips
-    group = tl.program_id(0) // strips
+    part = tl.program_id(0) // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     row_bits_ptr = work_ptr + x.C
     if tiling.halves:
@@ -387,7 +352,7 @@ def line_amax_kernel(
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        rows = group * HEIGHT + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        rows = part * HEIGHT + i * tiling.block_r + tl.arange(0, tiling.block_r)
         tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         tile = finite_abs(tile)
         other_half = finite_abs(other_half)
@@ -403,26 +368,25 @@ def line_amax_kernel(
         raise_amax(work_ptr + cols, tl.max(largest, 0), cols < x.C)
         if tiling.halves:
             raise_amax(work_ptr + x.C + cols, tl.max(largest_of_half, 0), cols < x.C)
-        if is_last_program(counter_ptr + strip, groups):
+        if is_last_program(counter_ptr + strip, parts):
             finish_lines(work_ptr, cols, x.C, by_column, scales[1], column_rounding)
             if tiling.halves:
                 cols_of_half = tl.where(cols < x.C, x.C + cols, 2 * x.C)
                 finish_lines(work_ptr, cols_of_half, 2 * x.C, by_column, scales[1], column_rounding)
-    if row_rounding is not None:
-        if is_last_program(counter_ptr + strips + group, strips):
-            finish_lines(row_bits_ptr, group * HEIGHT + tl.arange(0, HEIGHT), x.R, by_row, scales[0], row_rounding)
+    if row_rounding is not None and is_last_program(counter_ptr + strips + part, strips):
+        finish_lines(row_bits_ptr, part * HEIGHT + tl.arange(0, HEIGHT), x.R, by_row, scales[0], row_rounding)
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["parts"])
 def cast_lines_kernel(
     x,
     extra,
     by_row,  # Outputs of a scaling by rows, or anything
     by_column,  # outputs of the scaling by columns
     scales,  # that line_amax_kernel wrote
-    sums,  # None, or (column sums, their parts [halves, groups, C])
+    sums,  # None, or (column sums, each part's [halves, parts, C])
     work_ptr,
-    groups,  # how many groups of tiling.tiles tiles a strip has
+    parts,  # of a strip, each a program's
     function: tl.constexpr,  # Function
     row_rounding: tl.constexpr,  # None without a scaling by rows
     column_rounding: tl.constexpr,
@@ -431,9 +395,9 @@ def cast_lines_kernel(
     """Write codes by the scales of rows, of columns or both."""
     programs = tl.num_programs(0)
     program = programs - 1 - tl.program_id(0)  # what line_amax_kernel read last is still in the cache
-    strips = programs // groups
+    strips = programs // parts
     strip = program % strips
-    group = program // strips
+    part = program // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     column_scale = 1.0
     scale_of_half = 1.0
@@ -445,7 +409,7 @@ def cast_lines_kernel(
     total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        rows = (group * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
+        rows = (part * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
         tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         if row_rounding is not None:
             scale = tl.load(scales[0] + rows, mask=rows < x.R, other=1.0)[:, None]
@@ -462,7 +426,7 @@ def cast_lines_kernel(
     if sums is not None:
         total = tl.sum(total, 0)
         total_of_half = tl.sum(total_of_half, 0)
-        finish_column_sums(total, total_of_half, sums, work_ptr + strip, group, groups, cols, x.C, tiling.halves)
+        finish_column_sums(total, total_of_half, sums, work_ptr + strip, part, parts, cols, x.C, tiling.halves)
 
 
 def cast_by_line(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
@@ -471,239 +435,13 @@ def cast_by_line(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scalin
     roundings, outs = zip(*(by_tile.get(tile, (None, None)) for tile in LINES), strict=True)
     scales = tuple(inputs.x.new_empty(size, dtype=torch.float32) for size in inputs.shape)
     chosen = inputs.config("amax_lines")
-    strips, groups, tiling = inputs.tiling(*chosen[:3])
-    work = workspace(inputs.x, sum(inputs.shape) + strips + groups)
-    amax_arguments = (*(out and out._replace(codes=None) for out in outs), scales, work, groups)
-    inputs.launch(line_amax_kernel, strips * groups, chosen.num_warps, amax_arguments, (*roundings, tiling))
+    strips, parts, tiling = inputs.tiling(*chosen[:3])
+    work = workspace(inputs.x, sum(inputs.shape) + strips + parts)
+    amax_arguments = (*(out and out._replace(codes=None) for out in outs), scales, work, parts)
+    inputs.launch(line_amax_kernel, strips * parts, chosen.num_warps, amax_arguments, (*roundings, tiling))
     if sums is not None or any(out.codes.q is not None or out.codes.t is not None for _, out in scalings):
         chosen = inputs.config("cast_lines")
-        strips, groups, tiling = inputs.tiling(*chosen[:3])
+        strips, parts, tiling = inputs.tiling(*chosen[:3])
         work = workspace(inputs.x, strips)
-        arguments = *outs, scales, inputs.with_parts(sums, groups), work, groups
-        inputs.launch(cast_lines_kernel, strips * groups, chosen.num_warps, arguments, (*roundings, tiling))
-
-
-@triton.jit
-def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Encode a float32 tile whose blocks each have a scale: (codes, the blocks' amax, the blocks' scale)."""
-    ROWS: tl.constexpr = scaling.block[0]
-    COLS: tl.constexpr = scaling.block[1]
-    BR: tl.constexpr = tiling.block_r
-    BC: tl.constexpr = tiling.block_c
-    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
-    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
-    wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
-    return encode(tile, tl.reshape(wide, [BR, BC]), scaling.e5m2), amax, scale
-
-
-@triton.jit
-def swizzled_place(row, col, cols):
-    """Return the offset of a row's and block's scale as layouts.swizzled lays them, with ``cols`` blocks a row."""
-    return (row // 128 * tl.cdiv(cols, 4) + col // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + col % 4
-
-
-@triton.jit
-def store_scales(amax, scale, HALF: tl.constexpr, at, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write scale_inv and amax of one half's blocks [height, width], which begin at (block row in a group, strip)."""
-    blocks_c = tl.cdiv(x.C, scaling.block[1])
-    first_col = HALF * blocks_c + at[1] * amax.shape[1]
-    cols_end = (HALF + 1) * blocks_c
-    first_row = at[0]
-    if tiling.grouped:
-        rows_end = place.scale_row + place.scale_rows
-        first_row += place.scale_row
-    else:
-        rows_end = tl.cdiv(x.R, scaling.block[0])
-    row = first_row + tl.arange(0, amax.shape[0])
-    col = first_col + tl.arange(0, amax.shape[1])
-    mask = (row < rows_end)[:, None] & (col < cols_end)[None, :]
-    offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c
-    places = offsets
-    if scaling.swizzles:
-        if scaling.block[0] == 1:
-            width = 2 * blocks_c if tiling.halves else blocks_c
-            places = swizzled_place(row[:, None], col[None, :], width)
-        else:
-            places = swizzled_place(col[None, :], row[:, None], rows_end)
-    store_scale_inv(out.scale_inv + places, scale_inv_from_scale(scale, scaling.power_of_two), mask)
-    if out.amax is not None:
-        tl.store(out.amax + offsets, amax, mask=mask)
-
-
-@triton.jit
-def store_blocks(
-    tile, HALF: tl.constexpr, at, local, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall=None, place=None
-):
-    """Write a float32 tile in one scaling to the Outputs out: codes, scale_inv, amax.
-
-    HALF: which of two halves the tile belongs to; x has R and C, a half's. at: (row of tiles, strip of columns), of
-    rows in groups (the tile's first row in its group, strip); local: the tile's rows. tall [1, BC]: the scales of
-    blocks higher than the tile, which are written already; else blocks divide the tile.
-    """
-    ROWS: tl.constexpr = scaling.block[0]
-    cols = at[1] * tiling.block_c + tl.arange(0, tiling.block_c)
-    if tall is None:
-        codes, amax, scale = encode_blocks(tile, scaling, tiling)
-        block_row = at[0] // ROWS if tiling.grouped else at[0] * (tiling.block_r // ROWS)
-        store_scales(amax, scale, HALF, (block_row, at[1]), place, x, out, scaling, tiling)
-    else:
-        codes = encode(tile, tall, scaling.e5m2)
-    HALF_OF_TWO: tl.constexpr = HALF if tiling.halves else None
-    rows, columns, end = places_of_codes(x, out.codes, place, local, tiling)
-    store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF_OF_TWO, columns, end)
-
-
-@triton.jit
-def tall_scales(largest, HALF: tl.constexpr, at, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write the amax and scale_inv of blocks as high as a program's part, from what column_amaxes returned of a half.
-
-    Return their columns' scales [1, BC].
-    """
-    BLOCKS: tl.constexpr = tiling.block_c // scaling.block[1]
-    if len(largest.shape) == 2:
-        largest = tl.max(largest, 0)
-    amax = tl.max(tl.reshape(largest, [1, BLOCKS, scaling.block[1]]), 2)
-    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
-    wide = tl.broadcast_to(scale[:, :, None], [1, BLOCKS, scaling.block[1]])
-    scales = tl.reshape(wide, [1, tiling.block_c])
-    store_scales(amax, scale, HALF, at, place, x, out, scaling, tiling)
-    return scales
-
-
-@triton.jit
-def column_amaxes(x, extra, part, place, cols, function: tl.constexpr, grouping: tl.constexpr, tiling: tl.constexpr):
-    """Return the amaxes of the columns [BC] of a program's part, and of its other half; in groups those [BR, BC]."""
-    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    for i in range(tiling.tiles):
-        if tiling.grouped:
-            first_row = place.first + i * tiling.block_r
-        else:
-            first_row = (part * tiling.tiles + i) * tiling.block_r
-        local = first_row + tl.arange(0, tiling.block_r)
-        tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
-        largest = tl.maximum(largest, finite_abs(tile))
-        if tiling.halves:
-            largest_of_half = tl.maximum(largest_of_half, finite_abs(other_half))
-    amaxes = tl.max(largest, 0)
-    if not tiling.grouped:
-        largest_of_half = tl.max(largest_of_half, 0)
-    return amaxes, largest_of_half
-
-
-@triton.jit
-def tile_from_end(part, place, i, tiling: tl.constexpr):
-    """Return (where the tile above a program's last ``i`` begins, as store_blocks takes it; its rows)."""
-    if tiling.grouped:
-        row = place.first + (tiling.tiles - 1 - i) * tiling.block_r
-        local = row + tl.arange(0, tiling.block_r)
-    else:
-        row = part * tiling.tiles + tiling.tiles - 1 - i
-        local = row * tiling.block_r + tl.arange(0, tiling.block_r)
-    return row, local
-
-
-@triton.jit
-def store_halves(
-    tile, other_half, at, local, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall, tall_of_half, place=None
-):
-    """Write what ``produce`` returned as store_blocks does."""
-    store_blocks(tile, 0, at, local, x, out, scaling, tiling, tall, place)
-    if tiling.halves:
-        store_blocks(other_half, 1, at, local, x, out, scaling, tiling, tall_of_half, place)
-
-
-@triton.jit
-def cast_blocks_kernel(
-    x,
-    extra,
-    groups,  # Groups, or None
-    first,  # Outputs of the first scaling
-    second,  # outputs of the second scaling, or None
-    sums,  # None, or (column sums, their parts [halves, groups, C])
-    work_ptr,
-    function: tl.constexpr,  # Function
-    grouping: tl.constexpr,  # Grouping, or None
-    scaling: tl.constexpr,  # Rounding of the first
-    second_scaling: tl.constexpr,  # None for one scaling
-    tiling: tl.constexpr,  # Tiling
-):
-    """Cast with a scale for each block whose sizes divide the program's part; with two such scalings from one read.
-
-    If the part has several tiles, a first read finds the amaxes of blocks that are as high as the part.
-    """
-    strips = tl.cdiv(x.C, tiling.block_c)
-    program = tl.program_id(0)
-    if function.name == "norm":
-        program = tl.num_programs(0) - 1 - program  # what the statistics' launch read last is still in the cache
-    if not tiling.grouped:
-        part = program // strips
-    strip = program % strips
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
-    place = locate(groups, program // strips, x.R, tiling.tiles * tiling.block_r, grouping)
-    if tiling.grouped:
-        part = place.first // scaling.block[0]
-    at = (part, strip)
-    tall, tall_of_half = None, None  # scales, of each half
-    second_tall, second_tall_of_half = None, None
-    if tiling.tiles > 1:
-        largest, largest_of_half = column_amaxes(x, extra, part, place, cols, function, grouping, tiling)
-        if scaling.block[0] > tiling.block_r:
-            tall = tall_scales(largest, 0, at, place, x, first, scaling, tiling)
-            if tiling.halves:
-                tall_of_half = tall_scales(largest_of_half, 1, at, place, x, first, scaling, tiling)
-        if second_scaling is not None:
-            if second_scaling.block[0] > tiling.block_r:
-                second_tall = tall_scales(largest, 0, at, place, x, second, second_scaling, tiling)
-                if tiling.halves:
-                    second_tall_of_half = tall_scales(largest_of_half, 1, at, place, x, second, second_scaling, tiling)
-    total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    for i in range(tiling.tiles):  # upwards: the tile that was read last is in the nearest cache
-        row, local = tile_from_end(part, place, i, tiling)
-        at = (row, strip)
-        tile, half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
-        if sums is not None:
-            total += tile if function.name == "" else rounded(tile)
-            if tiling.halves:
-                total_of_half += rounded(half)
-        store_halves(tile, half, at, local, x, first, scaling, tiling, tall, tall_of_half, place)
-        if second_scaling is not None:
-            if function.name == "" and tiling.tiles == 1 and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
-                tile = kept_narrow(tile, x.ptr.dtype.element_ty)
-            store_halves(tile, half, at, local, x, second, second_scaling, tiling, second_tall, second_tall_of_half)
-    if sums is not None:
-        total = tl.sum(total, 0)
-        total_of_half = tl.sum(total_of_half, 0)
-        parts = tl.num_programs(0) // strips
-        finish_column_sums(total, total_of_half, sums, work_ptr + strip, part, parts, cols, x.C, tiling.halves)
-
-
-def tiles_of_blocks(inputs: CastInput, kind: str, *blocks: Tile) -> tuple[Config, int, int]:
-    """Return (a tile, how many of them, one below the other, hold whole blocks, warps).
-
-    A tile as high as a block of 128 rows would leave a multiprocessor one or two programs, which wait for what they
-    read, then compute, then write. So a program reads such a block in several tiles.
-    """
-    chosen = inputs.config(kind)
-    height = max(chosen.block_r, *(rows for rows, _ in blocks))
-    chosen = with_room_for(chosen, *((rows if rows < height else 1, cols) for rows, cols in blocks))
-    tiles, num_warps = height // chosen.block_r, chosen.num_warps
-    if kind == "cast_blocks_transpose" and (tiles > 1 or inputs.function.name):  # more is held in float32
-        num_warps = min(16, 2 * num_warps)
-    return chosen, tiles, num_warps
-
-
-def cast_by_block(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
-    """Cast by one or two scalings of small blocks."""
-    (scaling, out), *others = scalings
-    second_scaling, second_out = others[0] if others else (None, None)
-    kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
-    chosen, tiles, num_warps = tiles_of_blocks(inputs, kind, scaling.tile, (second_scaling or scaling).tile)
-    strips, heights, tiling = inputs.tiling(chosen.block_r * tiles, chosen.block_c)
-    work = None if sums is None else workspace(inputs.x, strips)
-    roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
-    groups, grouping = inputs.groups or (None, None)
-    arguments = groups, out, second_out, inputs.with_parts(sums, heights), work
-    constants = grouping, *roundings, tiling._replace(block_r=chosen.block_r, tiles=tiles)
-    inputs.launch(cast_blocks_kernel, strips * heights, num_warps, arguments, constants)
+        arguments = *outs, scales, inputs.with_parts(sums, parts), work, parts
+        inputs.launch(cast_lines_kernel, strips * parts, chosen.num_warps, arguments, (*roundings, tiling))

@@ -162,14 +162,14 @@ def cast_statistics(cast: CountedCast) -> None:
     if offsets is None:
         counting = counting._replace(even=rows % height == 0 and cols % counting.block_c == 0)
         groups = grouping = None
-        heights = triton.cdiv(rows, height)
+        parts = triton.cdiv(rows, height)
     else:
         # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
         counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
         groups, grouping = on_device(offsets, tile_r=tile[0])
-        heights = rows // height + groups.count + 1
+        parts = rows // height + groups.count + 1
     arguments = Source(x, rows, cols, *x.stride()), codes, scales, groups, sums, extremes, counting, grouping
-    launch(cast_statistics_kernel, heights * strips, arguments, num_warps=4)
+    launch(cast_statistics_kernel, parts * strips, arguments, num_warps=4)
 
 
 _BLOCK = 256
@@ -199,15 +199,15 @@ def note_faults_kernel(
 ):
     """Add to the faults and raise their largest numbers, as the reference does."""
     begin = tl.program_id(0) * BLOCK
-    place = tl.arange(0, BLOCK)
-    rows = begin + place
+    lanes = tl.arange(0, BLOCK)
+    rows = begin + lanes
     inside = rows < y.R
     value = tl.load(y.ptr + rows.to(tl.int64) * y.stride_r, mask=inside, other=0.0).to(tl.float32)
     suspects = inside & ((tl.abs(value) < float("inf")) == 0)
     if tl.max(suspects.to(tl.int32), 0) > 0:
         is_faulty = tl.zeros([BLOCK], tl.int32)
-        for at in range(0, operand.C, COLUMNS):
-            cols = at + tl.arange(0, COLUMNS)
+        for start in range(0, operand.C, COLUMNS):
+            cols = start + tl.arange(0, COLUMNS)
             offsets = rows.to(tl.int64)[:, None] * operand.stride_r + cols.to(tl.int64)[None, :] * operand.stride_c
             mask = suspects[:, None] & (cols < operand.C)[None, :]
             numbers = tl.load(operand.ptr + offsets, mask=mask, other=0.0)
@@ -219,8 +219,8 @@ def note_faults_kernel(
             where = tl.load(place_ptr)
             if IN_GROUPS:
                 row = tl.min(tl.where(is_faulty > 0, rows, y.R), 0)
-                for at in range(0, count, BLOCK):
-                    ends = tl.load(offsets_ptr + at + place, mask=at + place < count, other=y.R)
+                for start in range(0, count, BLOCK):
+                    ends = tl.load(offsets_ptr + start + lanes, mask=start + lanes < count, other=y.R)
                     where += tl.sum((ends <= row).to(tl.int32), 0)
             tl.atomic_cas(first_ptr, 0, where, sem="relaxed")
     if begin == 0:
@@ -228,16 +228,15 @@ def note_faults_kernel(
     shared = faults_ptr.to(tl.pointer_type(tl.int32))
     if HAS_SCALES:
         largest = tl.zeros([BLOCK], tl.float32)
-        for at in range(begin, scales, tl.num_programs(0) * BLOCK):
-            inside = at + place < scales
+        for start in range(begin, scales, tl.num_programs(0) * BLOCK):
+            inside = start + lanes < scales
             if BY_GROUP:
-                ends = tl.load(offsets_ptr + at + place, mask=inside, other=0)
-                inside &= ends > tl.load(offsets_ptr + at + place - 1, mask=inside & (at + place > 0), other=0)
-            largest = tl.maximum(largest, load_scale_inv(scale_inv_ptr + at + place, inside, 0.0))
+                ends = tl.load(offsets_ptr + start + lanes, mask=inside, other=0)
+                inside &= ends > tl.load(offsets_ptr + start + lanes - 1, mask=inside & (start + lanes > 0), other=0)
+            largest = tl.maximum(largest, load_scale_inv(scale_inv_ptr + start + lanes, inside, 0.0))
         raise_amax(shared + 2, tl.max(largest, 0))
-    if HAS_AMAX:
-        if begin == 0:
-            raise_amax(shared + 3, tl.load(amax_ptr))
+    if HAS_AMAX and begin == 0:
+        raise_amax(shared + 3, tl.load(amax_ptr))
 
 
 def note_faults(watched: WatchedOperand) -> None:

@@ -4,8 +4,9 @@
     one scale a row                         one launch
     blocks of powers of two up to 128       one launch; of other sizes: the reference, which waits for the groups' sizes
 
-The kernels of rows and blocks are those of all casts, in cast_kernels.py. A program works on some rows of one group
-(groups.py). Codes that belong to no group are written by programs without one, so no launch clears anything.
+The kernels of rows and blocks are those of all casts, in cast_kernels.py and cast_blocks.py. A program works on some
+rows of one group (groups.py). Codes that belong to no group are written by programs without one, so no launch clears
+anything.
 
 work (int32, all 0 before and after): the bits of amaxes, a group or column and group each, and counters.
 """
@@ -21,17 +22,15 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Output, Scaling, new_cast
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
+from octavo.kernels.triton.cast_blocks import cast_by_block
 from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, outputs_to, rounding_of
 from octavo.kernels.triton.cast_kernels import (
-    cast_by_block,
     cast_by_row,
     finish_lines,
-    larger,
-    places_of_codes,
-    produce_of_group,
+    finite_magnitudes,
 )
 from octavo.kernels.triton.delayed_update import scale_exists
-from octavo.kernels.triton.groups import Grouping, Groups, locate, on_device
+from octavo.kernels.triton.groups import Grouping, Groups, locate, on_device, places_of_codes, produce_of_group
 from octavo.kernels.triton.launch import workspace
 from octavo.kernels.triton.prologue import Input
 from octavo.kernels.triton.tiles import (
@@ -55,10 +54,10 @@ def lines_of_group(x, groups, place, cols, COLUMNS: tl.constexpr, tiling: tl.con
     if COLUMNS:
         lines = group * width + cols
         inside = cols < tl.where(is_group, x.C, 0)
-        second_lines = lines + x.C
+        lines_of_half = lines + x.C
     else:
-        lines, second_lines, inside = group, group, is_group
-    return group, width, lines, second_lines, inside
+        lines, lines_of_half, inside = group, group, is_group
+    return group, width, lines, lines_of_half, inside
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def finish_groups(work_ptr, groups, cols, cols_end, width, out, scales_ptr, roun
         finish_lines(work_ptr, lines, end, out, scales_ptr, rounding)
 
 
-@triton.jit(do_not_specialize=["heights"])
+@triton.jit(do_not_specialize=["parts"])
 def group_amax_kernel(
     x,
     extra,
@@ -82,7 +81,7 @@ def group_amax_kernel(
     scales_ptr,  # the scales that the cast reads: one a group, or one for each column of a group
     delayed_scale_ptr,  # None, or: return at once where a scale exists
     work_ptr,
-    heights,  # programs of a strip
+    parts,  # of a strip, each a program's
     function: tl.constexpr,  # Function
     grouping: tl.constexpr,  # Grouping
     COLUMNS: tl.constexpr,  # a scale for each column of a group
@@ -91,33 +90,32 @@ def group_amax_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Write the amaxes and scales of groups, or of their columns."""
-    if delayed_scale_ptr is not None:
-        if tl.load(delayed_scale_ptr + ROLE) != 0:
-            return
+    if delayed_scale_ptr is not None and tl.load(delayed_scale_ptr + ROLE) != 0:
+        return
     HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
-    strips = tl.num_programs(0) // heights
+    strips = tl.num_programs(0) // parts
     strip = tl.program_id(0) % strips
     place = locate(groups, tl.program_id(0) // strips, x.R, HEIGHT, grouping)
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for first in range(place.first, tl.minimum(place.first + HEIGHT, place.size), tiling.block_r):
         local = first + tl.arange(0, tiling.block_r)
-        tile, second = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
+        tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
-            second_largest = tl.maximum(second_largest, finite_abs(second))
-    _, width, lines, second_lines, inside = lines_of_group(x, groups, place, cols, COLUMNS, tiling)
+            largest_of_half = tl.maximum(largest_of_half, finite_abs(other_half))
+    _, width, lines, lines_of_half, inside = lines_of_group(x, groups, place, cols, COLUMNS, tiling)
     if COLUMNS:
         raise_amax(work_ptr + lines, tl.max(largest, 0), inside)
         if tiling.halves:
-            raise_amax(work_ptr + second_lines, tl.max(second_largest, 0), inside)
-        if is_last_program(work_ptr + groups.count * width + strip, heights):
+            raise_amax(work_ptr + lines_of_half, tl.max(largest_of_half, 0), inside)
+        if is_last_program(work_ptr + groups.count * width + strip, parts):
             finish_groups(work_ptr, groups, cols, x.C, width, out, scales_ptr, rounding)
             if tiling.halves:
                 finish_groups(work_ptr, groups, x.C + cols, width, width, out, scales_ptr, rounding)
     else:
-        raise_amax(work_ptr + lines, tl.max(tl.max(tl.maximum(largest, second_largest), 1), 0))
+        raise_amax(work_ptr + lines, tl.max(tl.max(tl.maximum(largest, largest_of_half), 1), 0))
         if is_last_program(work_ptr + groups.count, tl.num_programs(0)):
             finish_lines(work_ptr, tl.arange(0, grouping.width), groups.count, out, scales_ptr, rounding)
 
@@ -134,7 +132,7 @@ def known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE: tl.constexpr
     return tl.where(delayed == 0, scale, delayed)
 
 
-@triton.jit(do_not_specialize=["heights"])
+@triton.jit(do_not_specialize=["parts"])
 def cast_group_kernel(
     x,
     extra,
@@ -143,7 +141,7 @@ def cast_group_kernel(
     scales_ptr,  # that group_amax_kernel wrote, or None
     delayed_scale_ptr,  # None for Dynamic
     work_ptr,
-    heights,  # programs of a strip
+    parts,  # of a strip, each a program's
     function: tl.constexpr,  # Function
     grouping: tl.constexpr,  # Grouping
     COLUMNS: tl.constexpr,  # a scale for each column of a group
@@ -157,25 +155,27 @@ def cast_group_kernel(
     program = tl.program_id(0)
     if delayed_scale_ptr is None:
         program = programs - 1 - program  # what group_amax_kernel read last is still in the cache
-    strips = programs // heights
+    strips = programs // parts
     place = locate(groups, program // strips, x.R, HEIGHT, grouping)
     cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
-    group, _, lines, second_lines, inside = lines_of_group(x, groups, place, cols, COLUMNS, tiling)
+    group, _, lines, lines_of_half, inside = lines_of_group(x, groups, place, cols, COLUMNS, tiling)
     scale = known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE)
     if COLUMNS:
         scale = scale[None, :]
-    second_scale = scale
+    scale_of_half = scale
     if COLUMNS and tiling.halves:
-        second_scale = known_scale(delayed_scale_ptr, scales_ptr, second_lines, inside, ROLE)[None, :]
+        scale_of_half = known_scale(delayed_scale_ptr, scales_ptr, lines_of_half, inside, ROLE)[None, :]
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     last = tl.minimum(place.first + HEIGHT, tl.maximum(place.height, place.columns))
     for first in range(place.first, last, tiling.block_r):
         local = first + tl.arange(0, tiling.block_r)
-        tile, second = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
+        tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         if delayed_scale_ptr is not None:
-            largest = tl.maximum(largest, larger(tile, second, tiling))
+            largest = tl.maximum(largest, finite_magnitudes(tile, other_half, tiling))
         rows, columns, end = places_of_codes(x, out.codes, place, local, tiling)
-        store_tiles(tile, second, scale, second_scale, out.codes, rows, cols, x, rounding.e5m2, tiling, columns, end)
+        store_tiles(
+            tile, other_half, scale, scale_of_half, out.codes, rows, cols, x, rounding.e5m2, tiling, columns, end
+        )
     if delayed_scale_ptr is not None:
         raise_amax(work_ptr + group, tl.max(tl.max(largest, 1), 0))
         if is_last_program(work_ptr + groups.count, programs):
@@ -202,8 +202,8 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
     out = outputs_to(codes_to(q, t), scale_inv, amax)
     h_tile_r = inputs.function.tile_r if isinstance(inputs.extra, Input) and inputs.extra.scale_inv is not None else 1
     ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
-    options = output.pad, tile[0], h_tile_r, ragged, t.shape[1], scale_inv.shape[0]
-    groups, grouping = on_device(offsets, *options)
+    sizes = {"columns": t.shape[1], "scale_rows": scale_inv.shape[0]}
+    groups, grouping = on_device(offsets, output.pad, tile_r=tile[0], h_tile_r=h_tile_r, ragged=ragged, **sizes)
     inputs = inputs._replace(groups=(groups, grouping))
     if tile == (1, ALL):
         cast_by_row(inputs, scaling, out)
@@ -223,13 +223,13 @@ def _cast_by_group(inputs: CastInput, groups: Groups, grouping: Grouping, scalin
     if delayed_scale is None or not scale_exists(delayed_scale, role):
         scales = inputs.x.new_empty(lines, dtype=torch.float32)
         chosen = inputs.config("amax_lines" if by_column else "amax")
-        strips, heights, tiling = inputs.tiling(*chosen[:3])
+        strips, parts, tiling = inputs.tiling(*chosen[:3])
         work = workspace(inputs.x, lines + strips)
-        amax_arguments = groups, out._replace(codes=None), scales, delayed_scale, work, heights
+        amax_arguments = groups, out._replace(codes=None), scales, delayed_scale, work, parts
         num_warps = chosen.num_warps * (inputs.halves if by_column else 1)  # registers hold both halves' amaxes
-        inputs.launch(group_amax_kernel, strips * heights, num_warps, amax_arguments, (*constants, tiling))
+        inputs.launch(group_amax_kernel, strips * parts, num_warps, amax_arguments, (*constants, tiling))
     if delayed_scale is not None or out.codes.q is not None or out.codes.t is not None:
         chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose")
-        strips, heights, tiling = inputs.tiling(*chosen[:3])
-        arguments = groups, out, scales, delayed_scale, workspace(inputs.x, lines + 1), heights
-        inputs.launch(cast_group_kernel, strips * heights, chosen.num_warps, arguments, (*constants, tiling))
+        strips, parts, tiling = inputs.tiling(*chosen[:3])
+        arguments = groups, out, scales, delayed_scale, workspace(inputs.x, lines + 1), parts
+        inputs.launch(cast_group_kernel, strips * parts, chosen.num_warps, arguments, (*constants, tiling))

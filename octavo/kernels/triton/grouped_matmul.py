@@ -40,7 +40,7 @@ from octavo.kernels.triton.matmul import (
 LARGE_GROUP = 1024  # rows
 
 
-@triton.jit(do_not_specialize=["heights"])
+@triton.jit(do_not_specialize=["parts"])
 def rows_in_groups_kernel(
     a,
     b,
@@ -49,7 +49,7 @@ def rows_in_groups_kernel(
     bias_ptr,  # [groups, N] or None
     K,
     groups,
-    heights,  # parts along the rows, enough for any groups
+    parts,  # along the rows, enough for any groups
     out_ptr,
     grouping: tl.constexpr,  # Grouping
     tiling: tl.constexpr,  # ProductTiling
@@ -57,7 +57,7 @@ def rows_in_groups_kernel(
     """Write out [R, N]: of each group's rows a [., K] . its b [N, K]^T + its bias [N]; 0 of rows in no group."""
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
-    index, n = place_of_program(heights, tl.cdiv(b.rows, BLOCK_N))
+    index, n = place_of_program(parts, tl.cdiv(b.rows, BLOCK_N))
     place = locate(groups, index, a.rows, BLOCK_M, grouping)
     first_n = n * BLOCK_N
     if place.size == 0:
@@ -141,11 +141,11 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     count, N, K = codes.shape
     first = operand_of(OperandPair(codes[0], b.scale_inv[0], b.tile))
     chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
-    heights = a.codes.shape[0] // chosen.block_r + count + 1
-    programs = heights * triton.cdiv(N, chosen.block_c)
+    parts = a.codes.shape[0] // chosen.block_r + count + 1
+    programs = parts * triton.cdiv(N, chosen.block_c)
     groups, grouping = on_device(offsets, tile_r=a.tile[0], h_tile_r=ALL, scale_rows=a.scale_inv.shape[0])
     strides, tiling = (codes.stride(0), b.scale_inv.stride(0)), tiling_of(a, b, fast_accum, chosen, K)
-    arguments = operand_of(a), first, *strides, bias_of(bias, out.dtype), K, groups, heights, out, grouping, tiling
+    arguments = operand_of(a), first, *strides, bias_of(bias, out.dtype), K, groups, parts, out, grouping, tiling
     launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 

@@ -5,6 +5,9 @@ no group, and on parts of the result that no group fills. For R rows in G groups
 enough. A program finds its group by the sizes of all: a vector of numbers and some sums, for 128 groups as for one.
 
 If offsets descend or go beyond the rows, all groups count as empty.
+
+Kernels that serve matrices without groups too (``tiling.grouped`` is false) read and write rows by ``produce_of_group``
+and ``places_of_codes``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.launch import tile_size
+from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import narrow
 
 
@@ -39,18 +43,19 @@ class Grouping(NamedTuple):
 
 
 class GroupOfProgram(NamedTuple):
-    """A program's group and where it lies, or the rows that are in no group: their number is beyond all groups'."""
+    """A program's group and the program's part of it. Rows that are in no group are the group after the last."""
 
-    group: Any
-    first: Any  # row of the group that is the program's first
-    start: Any  # row of x
+    part: Any  # the program's number among the group's
+    first: Any  # the part's first row in the group
     size: Any  # rows to be read
     height: Any  # rows of codes to be written
-    column: Any
-    columns: Any  # to be written, with the padding
-    scale_row: Any
-    scale_rows: Any  # to be written
-    h_row: Any  # a group's first row among the scales of an activation's input
+    group: Any = 0  # its number
+    start: Any = 0  # its first row in x
+    column: Any = 0  # its first column of transposed codes
+    columns: Any = 0  # to be written, with the padding
+    scale_row: Any = 0  # its first row of scales
+    scale_rows: Any = 0  # to be written
+    h_row: Any = 0  # its first row of the scales of an activation's input
 
 
 @triton.jit
@@ -85,7 +90,7 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
     """
     ALL: tl.constexpr = 1 << 30  # launch.WHOLE
     if grouping is None:
-        place = GroupOfProgram(0, index * HEIGHT, 0, R, R, 0, 0, 0, 0, 0)
+        place = GroupOfProgram(part=index, first=index * HEIGHT, size=R, height=R)
     elif grouping.ragged:
         ROWS: tl.constexpr = grouping.tile_r
         H_ROWS: tl.constexpr = grouping.h_tile_r
@@ -94,7 +99,8 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         tiles = tiles_of(sizes, HEIGHT)
         groups_before = tl.cumsum(tiles, 0) <= index  # groups whose programs come before this one
         group = tl.sum(groups_before.to(tl.int32), 0)
-        first = (index - tl.sum(tl.where(groups_before, tiles, 0), 0)) * HEIGHT
+        part = index - tl.sum(tl.where(groups_before, tiles, 0), 0)
+        first = part * HEIGHT
         start = tl.sum(tl.where(groups_before, sizes, 0), 0)
         size = tl.sum(tl.where(tl.arange(0, grouping.width) == group, sizes, 0), 0)
         is_none = group == grouping.width
@@ -106,13 +112,53 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         if ROWS != ALL:
             scale_row = tl.sum(tl.where(groups_before, tiles_of(sizes, ROWS), 0), 0)
             scale_rows = tl.where(is_none, groups.scale_rows - scale_row, (size + (ROWS - 1)) // ROWS)
-        h_row = scales_before(group, sizes, groups_before, H_ROWS)
-        place = GroupOfProgram(group, first, start, size, height, column, columns, scale_row, scale_rows, h_row)
+        place = GroupOfProgram(
+            part=part,
+            first=first,
+            size=size,
+            height=height,
+            group=group,
+            start=start,
+            column=column,
+            columns=columns,
+            scale_row=scale_row,
+            scale_rows=scale_rows,
+            h_row=scales_before(group, sizes, groups_before, H_ROWS),
+        )
     else:
         last = tl.load(groups.offsets + groups.count - 1, mask=groups.count > 0, other=0)
         size = tl.minimum(tl.maximum(last, 0), R)
-        place = GroupOfProgram(0, index * HEIGHT, 0, size, R, 0, 0, 0, R, 0)
+        place = GroupOfProgram(part=index, first=index * HEIGHT, size=size, height=R, scale_rows=R)
     return place
+
+
+@triton.jit
+def produce_of_group(
+    x, extra, place, local, cols, function: tl.constexpr, grouping: tl.constexpr, tiling: tl.constexpr
+):
+    """Return ``produce`` of the rows ``local``."""
+    if tiling.grouped:
+        is_mine = local < place.size
+        rows = tl.where(is_mine, place.start + local, x.R)
+        scale_rows = tl.where(is_mine, place.h_row + local // grouping.h_tile_r, 0)
+        tile, other_half = produce(x, extra, rows, cols, function, tiling.even, scale_rows)
+    else:
+        tile, other_half = produce(x, extra, local, cols, function, tiling.even)
+    return tile, other_half
+
+
+@triton.jit
+def places_of_codes(x, codes, place, local, tiling: tl.constexpr):
+    """Return where codes of the rows ``local`` go: (rows, R where there are none; transposed columns; their end)."""
+    if tiling.grouped:
+        rows = tl.where(local < place.height, place.start + local, x.R)
+        columns = place.column + local
+        end = place.column + place.columns
+    else:
+        rows = local
+        columns = local
+        end = codes.t_stride
+    return rows, columns, end
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from octavo.kernels.layouts import swizzled
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.cast_kernels import swizzled_place
+from octavo.kernels.triton.cast_blocks import swizzled_place
 from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import LIBRARY, as_argument, is_capturing, launch
 from octavo.kernels.triton.replay import recorder

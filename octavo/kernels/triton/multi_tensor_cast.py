@@ -19,8 +19,9 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import CastLists, Scaling
 from octavo.kernels.reference.cast import sizes_of_casts
+from octavo.kernels.triton.cast_blocks import store_blocks
 from octavo.kernels.triton.cast_input import rounding_of
-from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_amax
+from octavo.kernels.triton.cast_kernels import cast_strip, strip_amax
 from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.launch import LARGE, Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
@@ -83,13 +84,11 @@ def multi_tensor_amax_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Write the amax of each tensor."""
-    if skip_ptr is not None:
-        if tl.load(skip_ptr) != 0:
-            return
+    if skip_ptr is not None and tl.load(skip_ptr) != 0:
+        return
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
-    if DELAYED:
-        if tl.load(pointer(row_ptr, DELAYED_SCALE, tl.float32, False) + ROLE) != 0:
-            return
+    if DELAYED and tl.load(pointer(row_ptr, DELAYED_SCALE, tl.float32, False) + ROLE) != 0:
+        return
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     x = source(row_ptr, X_TYPE, ALIGNED)
     strips = tl.maximum(tl.cdiv(x.C, tiling.block_c), 1)
@@ -118,9 +117,8 @@ def multi_tensor_cast_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast each tensor with one scale."""
-    if skip_ptr is not None:
-        if tl.load(skip_ptr) != 0:
-            return
+    if skip_ptr is not None and tl.load(skip_ptr) != 0:
+        return
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     amax_ptr = pointer(row_ptr, AMAX, tl.float32, False)
@@ -159,23 +157,23 @@ def multi_tensor_cast_blocks_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast each tensor with a scale for each block."""
-    if skip_ptr is not None:
-        if tl.load(skip_ptr) != 0:
-            return
+    if skip_ptr is not None and tl.load(skip_ptr) != 0:
+        return
     _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     x = source(row_ptr, X_TYPE, ALIGNED)
     program = tl.program_id(0) - size(row_ptr, FIRST_PROGRAM, False)
     strips = tl.cdiv(x.C, tiling.block_c)
-    place = (program // strips, program % strips)
-    rows = place[0] * tiling.block_r + tl.arange(0, tiling.block_r)
-    cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
+    tile_row = program // strips
+    strip = program % strips
+    rows = tile_row * tiling.block_r + tl.arange(0, tiling.block_r)
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     q = code_pointer(row_ptr, Q, scaling.e5m2, ALIGNED)
     t = code_pointer(row_ptr, T, scaling.e5m2, ALIGNED) if TRANSPOSED else None
     codes = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
     scale_inv = pointer(row_ptr, SCALE_INV, SCALE_TYPE, False)
     amax = pointer(row_ptr, AMAX, tl.float32, False)
     out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)
-    store_blocks(load_tile(x, rows, cols, False), 0, place, rows, x, out, scaling, tiling)
+    store_blocks(load_tile(x, rows, cols, False), 0, tile_row, strip, None, x, out, scaling, tiling)
 
 
 class _LaunchTable(NamedTuple):
@@ -216,10 +214,10 @@ def _work_of(addresses: _Numbers, sizes: _Numbers, blocks: bool, chosen: Config,
     rows, programs = [], 0
     for index, (height, width, x_stride, q_stride, t_stride) in enumerate(sizes):
         strips = triton.cdiv(width, chosen.block_c) or (not blocks)
-        groups = triton.cdiv(height, chosen.block_r * chosen.depth) or (not blocks)
-        pointers = [group[index] if group else 0 for group in addresses]
+        parts = triton.cdiv(height, chosen.block_r * chosen.depth) or (not blocks)
+        pointers = [of_list[index] if of_list else 0 for of_list in addresses]
         rows.append([*pointers, height, width, q_stride, t_stride, programs, x_stride])
-        programs += strips * groups
+        programs += strips * parts
     vectors = [*addresses[0], *addresses[1], *addresses[2], *(n for (_, *wide) in sizes for n in wide)]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

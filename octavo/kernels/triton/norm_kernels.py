@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.arguments import NormGradient
-from octavo.kernels.triton.cast_kernels import store_blocks
+from octavo.kernels.triton.cast_blocks import store_blocks
 from octavo.kernels.triton.launch import Config, config, launch, multiprocessors, with_room_for
 from octavo.kernels.triton.prologue import NormFactors, factor
 from octavo.kernels.triton.tiles import (
@@ -253,16 +253,16 @@ def norm_blocks_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Write statistics and y, and cast y with a scale for each block whose sizes divide a tile, or twice so."""
-    group = tl.program_id(0)
-    rows = group * tiling.block_r + tl.arange(0, tiling.block_r)
+    tile_row = tl.program_id(0)
+    rows = tile_row * tiling.block_r + tl.arange(0, tiling.block_r)
     first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
     last = last_start(x, tiling)
     for back in range(0, last + 1, tiling.block_c):
         tile, _ = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
-        place = (group, (last - back) // tiling.block_c)
-        store_blocks(tile, 0, place, rows, x, first_out, scaling, tiling)
+        strip = (last - back) // tiling.block_c
+        store_blocks(tile, 0, tile_row, strip, None, x, first_out, scaling, tiling)
         if second_scaling is not None:
-            store_blocks(tile, 0, place, rows, x, second_out, second_scaling, tiling)
+            store_blocks(tile, 0, tile_row, strip, None, x, second_out, second_scaling, tiling)
 
 
 @triton.jit

@@ -110,7 +110,7 @@ def lerp(a, b, weight, BELOW_HALF: tl.constexpr):
 @triton.jit
 def adam_moments(m, v, g, n, BELOW_HALF: tl.constexpr):
     """Return the moments after a gradient; BELOW_HALF: as ``lerp``'s."""
-    return lerp(m, g, n.weight1, BELOW_HALF), tl.fma(g * n.square, g, v * n.beta2)
+    return lerp(m, g, n.first_share, BELOW_HALF), tl.fma(g * n.second_share, g, v * n.beta2)
 
 
 @triton.jit
@@ -143,9 +143,9 @@ def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
 def sgd_moment(momentum, g, n, AVERAGES: tl.constexpr):
     """Return the momentum after a gradient."""
     if AVERAGES:
-        result = lerp(momentum, g, n.average, False)
+        result = lerp(momentum, g, n.average_share, False)
     else:
-        result = tl.where(n.is_first, g, tl.fma(tl.zeros_like(g) + n.new, g, momentum * n.momentum))
+        result = tl.where(n.is_first, g, tl.fma(tl.zeros_like(g) + n.share, g, momentum * n.momentum))
     return result
 
 
@@ -161,7 +161,7 @@ def sgd_weight(w, momentum, g, n, HAS_MOMENTUM: tl.constexpr, AVERAGES: tl.const
         update = tl.where(n.nesterov, ahead, momentum)
     if AVERAGES:
         w = w * n.decay_factor
-    return tl.fma(tl.zeros_like(w) + n.lr, update, w)
+    return tl.fma(tl.zeros_like(w) + n.minus_lr, update, w)
 
 
 @triton.jit
@@ -174,6 +174,28 @@ def resolution_tile(place, before, after, smallest):
     update = tl.where(is_finite, update, 0.0)
     grid = tl.where(is_finite, grid, 0.0)
     return tl.sum(tl.sum(update * update, 1), 0), tl.sum(tl.sum(grid * grid, 1), 0)
+
+
+class SharedNumbers(NamedTuple):
+    """The places of what a tensor's programs share, int32, 0 before and after a launch.
+
+    They are the bits of the amax, which programs raise, and of the new scale, which the first program leaves, of each
+    moment or master that has one scale for the whole tensor.
+    """
+
+    first_amax: Any
+    first_scale: Any
+    second_amax: Any
+    second_scale: Any
+    master_amax: Any
+    master_scale: Any
+
+
+@triton.jit
+def shared_numbers(work_ptr, tensor, COUNT: tl.constexpr):
+    """Return the SharedNumbers of tensors by their index, of COUNT; the first number of ``work_ptr`` is a counter."""
+    ptr = work_ptr + 1 + tensor
+    return SharedNumbers(ptr, ptr + COUNT, ptr + 2 * COUNT, ptr + 3 * COUNT, ptr + 4 * COUNT, ptr + 5 * COUNT)
 
 
 @triton.jit
@@ -189,7 +211,7 @@ def moment_scale(row, COLUMN: tl.constexpr, amax_ptr, MOMENT: tl.constexpr):
 
 
 @triton.jit
-def scales_of(row, n, shared_ptr, square, TENSOR: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
+def scales_of(row, n, shared, square, TENSOR: tl.constexpr, DECOUPLED: tl.constexpr):
     """Return a tensor's Scales: the master's new scale by its bound, for a master in squares that of one square."""
     master = 1.0
     master_inv = 1.0
@@ -200,18 +222,19 @@ def scales_of(row, n, shared_ptr, square, TENSOR: tl.constexpr, DECOUPLED: tl.co
             amax = amax * tl.abs(n.decay_factor)
         master = scale_from_amax((amax + n.bound) * SLACK, TENSOR.master.fmt.max, True)
         master_inv = tl.load(to_pointer(row[MASTER_SCALE_INV], tl.float32, False) + square)
-    first = moment_scale(row, FIRST, shared_ptr, TENSOR.first)
-    second = moment_scale(row, SECOND, shared_ptr + 2 * COUNT, TENSOR.second)
+    FIRST_MOMENT: tl.constexpr = TENSOR.first  # Triton 3.6 takes no object's field as an argument
+    SECOND_MOMENT: tl.constexpr = TENSOR.second
+    first = moment_scale(row, FIRST, shared.first_amax, FIRST_MOMENT)
+    second = moment_scale(row, SECOND, shared.second_amax, SECOND_MOMENT)
     return Scales(first, second, master, master_inv)
 
 
 @triton.jit
-def note_scales(column_ptr, amax_ptr, inside, COUNT: tl.constexpr):
-    """Write the scale_inv and amax of tensors that left a scale, and clear both: the amax, and COUNT further the scale.
+def note_scales(column_ptr, amax_ptr, scale_ptr, inside):
+    """Write the scale_inv and amax of tensors that left a scale, and clear both.
 
     ``column_ptr``: to the address of their scale_inv in the table, which that of their amax follows.
     """
-    scale_ptr = amax_ptr + COUNT
     scale = tl.load(scale_ptr, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
     has_scale = scale > 0
     scale_inv_ptr = tl.load(column_ptr, mask=has_scale, other=0).to(tl.pointer_type(tl.float32))
@@ -238,19 +261,21 @@ def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
         step_ptr = step.to(tl.pointer_type(tl.float32))
         tl.store(step_ptr, tl.load(step_ptr, mask=is_first, other=0.0) + 1.0, mask=is_first)
         if ANY_ONE:
-            for k in tl.static_range(3):  # the first moment, the second, the master
-                note_scales(row_ptr + FIRST + SCALE_INV + 3 * k, work_ptr + 1 + 2 * k * COUNT + index, inside, COUNT)
+            shared = shared_numbers(work_ptr, index, COUNT)
+            note_scales(row_ptr + FIRST + SCALE_INV, shared.first_amax, shared.first_scale, inside)
+            note_scales(row_ptr + SECOND + SCALE_INV, shared.second_amax, shared.second_scale, inside)
+            note_scales(row_ptr + MASTER_SCALE_INV, shared.master_amax, shared.master_scale, inside)
 
 
 @triton.jit
-def leave_scales(shared_ptr, scales, TENSOR: tl.constexpr, COUNT: tl.constexpr):
+def leave_scales(shared, scales, TENSOR: tl.constexpr):
     """Leave a tensor's new scales, of those that have one, for ``finish``; until then programs read the old ones."""
     if TENSOR.first.has_one_scale:
-        tl.store(shared_ptr + COUNT, scales.first.to(tl.int32, bitcast=True))
+        tl.store(shared.first_scale, scales.first.to(tl.int32, bitcast=True))
     if TENSOR.second.has_one_scale:
-        tl.store(shared_ptr + 3 * COUNT, scales.second.to(tl.int32, bitcast=True))
+        tl.store(shared.second_scale, scales.second.to(tl.int32, bitcast=True))
     if TENSOR.master_has_one_scale:
-        tl.store(shared_ptr + 5 * COUNT, scales.master.to(tl.int32, bitcast=True))
+        tl.store(shared.master_scale, scales.master.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -336,15 +361,15 @@ class TensorPointers(NamedTuple):
     """The places of what a step reads of a tensor beside its row; made in the kernel, whose arguments say more."""
 
     corrections: Any
-    gradient: Any  # to its address, and COUNT further to its scale_inv's, of codes
+    gradient: Any  # to its address
+    gradient_scale_inv: Any  # to the address of that, of codes
     group: Any
     grad_scale: Any
     resolution: Any
-    shared: Any  # int32, the tensor's: amax and new scale of the first moment, the second, the master, COUNT apart
 
 
 @triton.jit
-def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
+def update_tensor(row, pointers, shared, program, tiles, TENSOR: tl.constexpr, STEP: tl.constexpr):
     """Update a program's tiles of a tensor; program: its number among the tensor's."""
     number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
     key = with_number(row[KEY].to(tl.uint32), number)
@@ -353,9 +378,9 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
     else:
         n = sgd_numbers(pointers.group, row[LR], number)
     divisor = tl.load(pointers.grad_scale) if pointers.grad_scale is not None else None
-    scale_inv = tl.load(pointers.gradient + COUNT) if TENSOR.gradient_fmt is not None else None
+    scale_inv = tl.load(pointers.gradient_scale_inv) if TENSOR.gradient_fmt is not None else None
     gradient = GradientPlace(tl.load(pointers.gradient), scale_inv, divisor)
-    scales = scales_of(row, n, pointers.shared, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled, COUNT)
+    scales = scales_of(row, n, shared, program if TENSOR.square else 0, TENSOR, STEP.rule.decoupled)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
@@ -378,22 +403,21 @@ def update_tensor(row, pointers, program, tiles, TENSOR: tl.constexpr, COUNT: tl
         largest_w = tl.maximum(largest_w, amax_w)
     LOOKED: tl.constexpr = "amax_known" if STEP.finds_amaxes else "previous"
     if TENSOR.first.scale == LOOKED:
-        raise_amax(pointers.shared, largest1)
+        raise_amax(shared.first_amax, largest1)
     if TENSOR.second.scale == LOOKED:
-        raise_amax(pointers.shared + 2 * COUNT, largest2)
+        raise_amax(shared.second_amax, largest2)
     if not STEP.finds_amaxes:
-        if MEASURE:
-            if row[MEASURED] != 0:
-                tl.atomic_add(pointers.resolution, tl.cast(all_moved, tl.float64), sem="relaxed")
-                tl.atomic_add(pointers.resolution + 1, tl.cast(all_grid, tl.float64), sem="relaxed")
+        if MEASURE and row[MEASURED] != 0:
+            tl.atomic_add(pointers.resolution, tl.cast(all_moved, tl.float64), sem="relaxed")
+            tl.atomic_add(pointers.resolution + 1, tl.cast(all_grid, tl.float64), sem="relaxed")
         if TENSOR.square:  # no other program reads the square's scale_inv and amax
             scale_inv_ptr = to_pointer(row[MASTER_SCALE_INV], tl.float32, False)
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(to_pointer(row[MASTER_AMAX], tl.float32, False) + program, largest_w)
         elif TENSOR.master.fmt is not None:
-            raise_amax(pointers.shared + 4 * COUNT, largest_w)
+            raise_amax(shared.master_amax, largest_w)
         if program == 0:
-            leave_scales(pointers.shared, scales, TENSOR, COUNT)
+            leave_scales(shared, scales, TENSOR)
             if STEP.rule.is_adam:
                 keep_corrections(pointers.corrections, pointers.group, number + 1)
 
@@ -406,27 +430,30 @@ def optimizer_step_kernel(
     skip_ptr,  # None, or: return at once where it is not 0
     grad_scale_ptr,  # None, or what gradients are divided by
     resolution_ptr,  # None, or float64 [2], see reference/optimizer_step.py
-    work_ptr,  # int32, zeros: a counter; COUNT amaxes of first moments, COUNT scales of them; seconds'; masters'
+    work_ptr,  # int32, zeros: a counter, and the SharedNumbers of all tensors, COUNT of each kind
     programs,
     tiles,  # a program
     COUNT: tl.constexpr,  # of the tensors
     STEP: tl.constexpr,
 ):
     """Do a step of all tensors."""
-    if skip_ptr is not None:
-        if tl.load(skip_ptr) != 0:
-            return
+    if skip_ptr is not None and tl.load(skip_ptr) != 0:
+        return
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), COUNT, WIDTH, FIRST_PROGRAM)
-    row, kept_ptr = row_of(row_ptr, KEPT_CORRECTIONS), row_ptr + KEPT_CORRECTIONS
+    row = row_of(row_ptr, KEPT_CORRECTIONS)
     program = tl.program_id(0) - row[FIRST_PROGRAM].to(tl.int32)
-    group_ptr = groups_ptr + row[GROUP] * 8
-    shared_ptr = work_ptr + 1 + tensor
-    gradient_ptr = gradients_ptr + tensor
-    pointers = TensorPointers(kept_ptr, gradient_ptr, group_ptr, grad_scale_ptr, resolution_ptr, shared_ptr)
+    pointers = TensorPointers(
+        corrections=row_ptr + KEPT_CORRECTIONS,
+        gradient=gradients_ptr + tensor,
+        gradient_scale_inv=gradients_ptr + tensor + COUNT,
+        group=groups_ptr + row[GROUP] * 8,
+        grad_scale=grad_scale_ptr,
+        resolution=resolution_ptr,
+    )
+    shared = shared_numbers(work_ptr, tensor, COUNT)
     for i in tl.static_range(len(STEP.tensors)):
         if row[CLASS] == i:
             TENSOR: tl.constexpr = STEP.tensors[i]
-            update_tensor(row, pointers, program, tiles, TENSOR, COUNT, STEP)
-    if not STEP.finds_amaxes:
-        if is_last_program(work_ptr, programs):
-            finish(table_ptr, work_ptr, COUNT, STEP.has_one_scale)
+            update_tensor(row, pointers, shared, program, tiles, TENSOR, STEP)
+    if not STEP.finds_amaxes and is_last_program(work_ptr, programs):
+        finish(table_ptr, work_ptr, COUNT, STEP.has_one_scale)

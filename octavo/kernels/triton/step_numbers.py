@@ -1,7 +1,7 @@
 """kernels/step_numbers.py in Triton: random bits, and a step's numbers, in float64, rounded to float32 last.
 
 GROUP, float64 [groups, 8]: Adam's lr, beta1, beta2, eps, weight_decay, maximize, beta1^2 / beta2; or SGD's lr,
-momentum, dampening, weight_decay, nesterov, maximize.
+momentum, dampening, weight_decay, nesterov, maximize, max_update.
 
 Adam's Corrections of a step take 400 instructions and 22 for each bit of its number, in every program. So a step keeps
 those of the next one, for each tensor, with step number, beta1 and beta2. An entry is read only where all three are the
@@ -19,11 +19,14 @@ KEPT: tl.constexpr = tl.constexpr(7)  # int64 an entry: step number, bits of bet
 
 
 class AdamNumbers(NamedTuple):
-    """A step's numbers in float32, as ``adam_numbers`` computes them; rate: -lr / correction1; bound: lr R_t."""
+    """A step's numbers in float32, as ``adam_numbers`` computes them; rate: -lr / correction1; bound: lr R_t.
 
-    weight1: Any
+    first_share, second_share: what a gradient and its square count in the moments.
+    """
+
+    first_share: Any
     beta2: Any
-    square: Any
+    second_share: Any
     eps: Any
     weight_decay: Any
     maximize: Any
@@ -45,16 +48,16 @@ class Corrections(NamedTuple):
 
 
 class SgdNumbers(NamedTuple):
-    """A step's numbers in float32."""
+    """A step's numbers in float32; share: a gradient's in the momentum; average_share: in a momentum that averages."""
 
-    lr: Any
+    minus_lr: Any
     momentum: Any
-    new: Any
+    share: Any
     weight_decay: Any
     nesterov: Any
     maximize: Any
     is_first: Any
-    average: Any
+    average_share: Any
     decay_factor: Any
     bound: Any
 
@@ -135,18 +138,18 @@ def adam_numbers(group_ptr, lr_address, step_corrections):
     beta2 = tl.load(group_ptr + 2)
     weight_decay = tl.load(group_ptr + 4)
     return AdamNumbers(
-        (1.0 - beta1).to(tl.float32),
-        beta2.to(tl.float32),
-        (1.0 - beta2).to(tl.float32),
-        tl.load(group_ptr + 3).to(tl.float32),
-        weight_decay.to(tl.float32),
-        tl.load(group_ptr + 5) != 0,
-        (1.0 - lr * weight_decay).to(tl.float32),
-        step_corrections.correction2.to(tl.float32),
-        step_corrections.correction2_inv.to(tl.float32),
-        (-lr / step_corrections.correction1).to(tl.float32),
-        (step_corrections.max_update * step_corrections.correction1).to(tl.float32),
-        (lr * step_corrections.max_update).to(tl.float32),
+        first_share=(1.0 - beta1).to(tl.float32),
+        beta2=beta2.to(tl.float32),
+        second_share=(1.0 - beta2).to(tl.float32),
+        eps=tl.load(group_ptr + 3).to(tl.float32),
+        weight_decay=weight_decay.to(tl.float32),
+        maximize=tl.load(group_ptr + 5) != 0,
+        decay_factor=(1.0 - lr * weight_decay).to(tl.float32),
+        correction2=step_corrections.correction2.to(tl.float32),
+        correction2_inv=step_corrections.correction2_inv.to(tl.float32),
+        rate=(-lr / step_corrections.correction1).to(tl.float32),
+        limit=(step_corrections.max_update * step_corrections.correction1).to(tl.float32),
+        bound=(lr * step_corrections.max_update).to(tl.float32),
     )
 
 
@@ -157,16 +160,16 @@ def sgd_numbers(group_ptr, lr_address, number):
     momentum = tl.load(group_ptr + 1)
     weight_decay = tl.load(group_ptr + 3)
     return SgdNumbers(
-        (-lr).to(tl.float32),
-        momentum.to(tl.float32),
-        (1.0 - tl.load(group_ptr + 2)).to(tl.float32),
-        weight_decay.to(tl.float32),
-        tl.load(group_ptr + 4) != 0,
-        tl.load(group_ptr + 5) != 0,
-        number == 1,
-        (1.0 - momentum).to(tl.float32),
-        (1.0 - lr * weight_decay).to(tl.float32),
-        (lr * tl.load(group_ptr + 6)).to(tl.float32),
+        minus_lr=(-lr).to(tl.float32),
+        momentum=momentum.to(tl.float32),
+        share=(1.0 - tl.load(group_ptr + 2)).to(tl.float32),
+        weight_decay=weight_decay.to(tl.float32),
+        nesterov=tl.load(group_ptr + 4) != 0,
+        maximize=tl.load(group_ptr + 5) != 0,
+        is_first=number == 1,
+        average_share=(1.0 - momentum).to(tl.float32),
+        decay_factor=(1.0 - lr * weight_decay).to(tl.float32),
+        bound=(lr * tl.load(group_ptr + 6)).to(tl.float32),
     )
 
 

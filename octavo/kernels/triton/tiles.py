@@ -342,9 +342,9 @@ def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None, column
 @triton.jit
 def store_tiles(
     tile,
-    second,
+    other_half,
     scale,
-    second_scale,
+    scale_of_half,
     out,
     rows,
     cols,
@@ -358,18 +358,18 @@ def store_tiles(
     codes = encode(tile, scale, E5M2)
     if tiling.halves:
         store_codes(codes, out, rows, cols, x, tiling.even, 0, columns, columns_end)
-        codes = encode(second, second_scale, E5M2)
+        codes = encode(other_half, scale_of_half, E5M2)
         store_codes(codes, out, rows, cols, x, tiling.even, 1, columns, columns_end)
     else:
         store_codes(codes, out, rows, cols, x, tiling.even, None, columns, columns_end)
 
 
 @triton.jit
-def finish_column_sums(sums, second_sums, out, counter_ptr, part, parts, cols, C, HALVES: tl.constexpr):
+def finish_column_sums(sums, sums_of_half, out, counter_ptr, part, parts, cols, C, HALVES: tl.constexpr):
     """Leave a program's column sums to the last of ``parts`` programs, which adds all of them up in one order.
 
     Args:
-        sums, second_sums: [BC] float32, this program's; the second of another half of columns, with HALVES.
+        sums, sums_of_half: [BC] float32, this program's; of its other half of columns, with HALVES.
         out: (totals [C] or [2 C], of x's dtype; [parts, C] or [2, parts, C] float32 scratch).
         counter_ptr: this strip of columns' counter, 0 before and after.
         part, parts: which program this is of those that share the columns.
@@ -378,14 +378,15 @@ def finish_column_sums(sums, second_sums, out, counter_ptr, part, parts, cols, C
     Returns:
         whether this program is the last; what all of them wrote before is then visible to it.
     """
-    tl.store(out[1] + part * C + cols, sums, mask=cols < C)
+    total_ptr, parts_ptr = out
+    tl.store(parts_ptr + part * C + cols, sums, mask=cols < C)
     if HALVES:
-        tl.store(out[1] + (parts + part) * C + cols, second_sums, mask=cols < C)
+        tl.store(parts_ptr + (parts + part) * C + cols, sums_of_half, mask=cols < C)
     is_last = is_last_program(counter_ptr, parts)
     if is_last:
-        add_parts(out[0], out[1], parts, cols, C)
+        add_parts(total_ptr, parts_ptr, parts, cols, C)
         if HALVES:
-            add_parts(out[0] + C, out[1] + parts * C, parts, cols, C)
+            add_parts(total_ptr + C, parts_ptr + parts * C, parts, cols, C)
     return is_last
 
 
