@@ -7,9 +7,9 @@ faults in it, ``diagnose`` makes findings of what they see, and ``verdict`` says
 |---|---|
 | what is counted in a recorded step, and when does it reach the host? | ``recorder.py`` |
 | what is counted of casts, weights and outputs? | ``rows.py``, ``weight_updates.py``, ``module_outputs.py`` |
-| what would the same step give in high precision? | ``twin.py``, by the files of the next four rows |
+| what would the same step give in high precision? | ``twin.py``, which compares, by the files of the next four rows |
 | which forwards did the step run, and which gradients did they get? | ``notes.py`` |
-| how does a forward run again without a trace? | ``forwards.py``, ``module_state.py`` |
+| how does a step run again without a trace? | ``rerun.py``; one forward: ``forwards.py``, ``module_state.py`` |
 | how are gradients compared, and with what the loss does? | ``products.py``, ``slope.py`` |
 | does the program still compute what it did at first? | ``first_batch.py`` |
 | which files has a record, and what do their numbers mean? | ``record.py``; what tests read of it: ``training.py`` |

@@ -18,7 +18,7 @@ from octavo.inspect.incidents import severity_of
 from octavo.inspect.record import np
 from octavo.inspect.remedies import percent
 from octavo.inspect.training import CERTAIN, FEW, RECORDS_BEFORE, Detection, Detections, Rule, Training, is_rate
-from octavo.inspect.twin import CONTROL, LEFT, REPRODUCED_COSINE, SLOPE
+from octavo.inspect.twin import LEFTOVER_SHARE, REPRODUCED_COSINE, RERUN_COSINE, SLOPE
 from octavo.inspect.weight_updates import GROUP
 
 WARMING = 1.2  # a learning rate over that of the step before: with more it is a warm-up that raises it
@@ -235,7 +235,7 @@ def find_repeated_batches(run: Training, batches_repeat: Rule) -> Detections:
 
 def find_uncleared_gradients(run: Training, gradients_not_cleared: Rule) -> Detections:
     """Yield the first step whose backward begins with gradients of an earlier one, if each step has its update."""
-    steps = [step for step, share in zip(*run.scalar(LEFT), strict=True) if share > gradients_not_cleared.limit]
+    steps = [step for step, share in zip(*run.scalar(LEFTOVER_SHARE), strict=True) if share > gradients_not_cleared.limit]
     if steps and run.always_updates:
         yield Detection(gradients_not_cleared, steps[0], CERTAIN)
 
@@ -245,7 +245,7 @@ def find_changed_gradients(run: Training, gradients_changed: Rule) -> Detections
 
     None where an update takes several recorded steps together, whose gradients it sums.
     """
-    steps, cosines = run.scalar(CONTROL)
+    steps, cosines = run.scalar(RERUN_COSINE)
     pairs = enumerate(itertools.pairwise([1.0, *cosines]))
     low = [place for place, (last, now) in pairs if now < gradients_changed.limit and last > REPRODUCED_COSINE]
     if low and run.always_updates:

@@ -1,14 +1,15 @@
 """Products of weights' gradients of two runs of the same step, summed over ranks, and their cosines.
 
-Of the runs a and b they are rows of <a, b>, <a, a> and <b, b>, float64 [layers + 1, 3]: of each layer's weight, and of
-all other weights together, 0 where these are not compared. All three of a row are 0 where nothing is compared: a run
-has no gradient of a weight, or one that is not of this step alone. They are nan where nothing is known: where the
-step's run once more in FP8 does not have the step's gradients.
+They are a table, float64 [layers + 1, 3], whose columns ``Products`` names. It has a row for each layer's weight, and a
+last one for all other weights together, 0 where these are not compared. All three of a row are 0 where nothing is
+compared: a run has no gradient of a weight, or one that is not of this step alone. They are nan where nothing is known:
+where the step's FP8 rerun (twin.py) does not have the step's gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,22 @@ from octavo.weights.fsdp2 import on_this_rank
 GradientPair = tuple[Tensor | None, Tensor | None]  # a weight's gradients of two runs of a step
 
 
+class Products(NamedTuple):
+    """The columns of a table, [rows] each: products of gradients a and b of two runs."""
+
+    dots: Tensor  # <a, b>
+    first_squares: Tensor  # <a, a>
+    second_squares: Tensor  # <b, b>
+
+
 def cosines_of(products: Tensor) -> Tensor:
-    """Return cosines from rows of products, [rows], so that all below a limit are errors.
+    """Return the cosine of each row of a table, [rows], so that all below a limit are errors.
 
     One is 0 where one run's gradient is 0 and the other's is not. It is 1, an error of neither run, where both are 0 or
     one is inf or NaN.
     """
-    ab, aa, bb = products.unbind(1)
-    return (ab / (aa * bb).sqrt()).nan_to_num(1.0).masked_fill((aa == 0) != (bb == 0), 0.0)
+    dots, first, second = Products(*products.unbind(1))
+    return (dots / (first * second).sqrt()).nan_to_num(1.0).masked_fill((first == 0) != (second == 0), 0.0)
 
 
 class RankSums:
@@ -39,7 +48,7 @@ class RankSums:
         self._are_replicated: list[bool] | None = None  # whether all ranks have a weight's gradient, found once
 
     def products(self, pairs: Sequence[GradientPair], layers: int, is_first_run_again: bool = False) -> Tensor:
-        """Return the rows of products of pairs of gradients, of which the first ``layers`` are layers'.
+        """Return the table of products of pairs of gradients, of which the first ``layers`` are layers'.
 
         ``is_first_run_again``: the first gradients are of a run again too, in which ranks reduce none.
         """
@@ -65,7 +74,7 @@ class RankSums:
         return self._are_replicated
 
     def _product(self, a: Tensor | None, b: Tensor | None, is_replicated: bool, is_first_run_again: bool) -> Tensor:
-        """Return the products of a weight's gradients, float64 [3]."""
+        """Return the products of a weight's gradients, a row of the table: float64 [3]."""
         if a is None or b is None:
             return torch.zeros(3, dtype=torch.float64, device=device_of(self._model))
         a, b = on_this_rank(a).float(), on_this_rank(b).float()

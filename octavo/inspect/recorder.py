@@ -4,7 +4,7 @@ Of a recorded step the modules' casts are counted in a Table (rows.py) as they c
 reads the weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At
 the step's end ``_count`` adds these up over ranks, and ``_send`` sends them to the host, with the scalars and the
 numbers that a DeviceEvent is decided by. When they have arrived, in a later step, ``_write`` hands the Twin what
-decides whether later steps have a control, and writes them by the RecordWriter. Who writes which file stands in
+decides whether later steps have an FP8 rerun, and writes them by the RecordWriter. Who writes which file stands in
 record.py.
 """
 
@@ -293,7 +293,7 @@ class Recorder:
             self._twin = None
         if comparison is None:
             return counts
-        counts |= {"twin": comparison.products, "control_loss_ratio": comparison.control_loss_ratio}
+        counts |= {"twin": comparison.products, "rerun_loss": comparison.rerun_loss}
         outputs = comparison.outputs
         return counts if outputs is None else counts | {"outputs": outputs.sums, "samples": outputs.values}
 
@@ -316,7 +316,7 @@ class Recorder:
         if self._writer is None:
             return
         if self._twin is not None and "twin" in counts:
-            self._twin.arrived(counts["twin"], counts["control_loss_ratio"])
+            self._twin.arrived(counts["twin"], counts["rerun_loss"])
         scalars, events = self._scalars_and_events(sent.noted, values)
         with self._or_ends():
             self._writer.add_lines(*events, *({"step": step, **of_step} for step, of_step in scalars.items()))

@@ -64,7 +64,7 @@ from octavo.inspect.of_weights import (
 )
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import WRITTEN, Rule, Test, Training
-from octavo.inspect.twin import CONTROL_COSINE
+from octavo.inspect.twin import LEAST_RERUN_COSINE
 
 # parts of sentences and remedies of several rules
 SCHEDULE = "look at the schedule's length and end, and at the lr that it gives"
@@ -231,7 +231,7 @@ FAULT_RULES: dict[str, Rule] = {
     ),
     # their cosine with those of the same step, computed once more
     "gradients_changed": Rule(
-        "gradients", find_changed_gradients, limit=CONTROL_COSINE, unless=(find_uncleared_gradients,)
+        "gradients", find_changed_gradients, limit=LEAST_RERUN_COSINE, unless=(find_uncleared_gradients,)
     ).says(
         text="the gradients that the optimizer gets are not those of its batch (the least cosine is {cosine:.2f})",
         remedy="look at what changes gradients after backward: hooks, what ranks send, an average with other "

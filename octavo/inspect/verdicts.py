@@ -18,7 +18,7 @@ from octavo.inspect.departures import LEAST_BEFORE, Departure, departures
 from octavo.inspect.incidents import Finding
 from octavo.inspect.record import Record, np
 from octavo.inspect.training import earlier
-from octavo.inspect.twin import DIFFERING_COSINE, NO_OPTIMIZER, NO_TWIN, OTHERS, TWIN_LOSS
+from octavo.inspect.twin import DIFFERING_COSINE, NO_OPTIMIZER, NO_TWIN, OTHERS_COSINE, TWIN_LOSS
 
 # --- limits, chosen by how many verdicts of `python -m benchmarks causes` are right with them, "FP8 or not" above all;
 # rules.py says how to change one
@@ -133,7 +133,7 @@ class _TwinComparison:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        losses, twin_losses, others = (record.scalar(name) for name in ("loss", TWIN_LOSS, OTHERS))
+        losses, twin_losses, others = (record.scalar(name) for name in ("loss", TWIN_LOSS, OTHERS_COSINE))
         cosines = np.concatenate([record.weights["twin_cosine"], others[:, None]], 1)
         norms = np.array([_median(by_layer) for by_layer in record.weights["twin_norm"]])
         norms /= np.nan_to_num(record.scalar("loss_scale"), nan=1.0)
