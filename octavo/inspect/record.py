@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
-from octavo.inspect.weight_updates import MOVED, SQUARES
+from octavo.inspect.weight_updates import SQUARES, WEIGHT_STATISTICS
 from octavo.kernels.arguments import Counted
 from octavo.reading import read_json
 
@@ -324,7 +324,7 @@ class _RecordedCounts:
     def __init__(self, rows: list[Row], steps: int) -> None:
         self.rows, self.layers = rows, list(dict.fromkeys(row.layer for row in rows))
         self.index_of_row = {row: at for at, row in enumerate(rows)}
-        shape = steps, len(rows)
+        self.steps, shape = steps, (steps, len(rows))
         self.of_rows = {
             "sums": np.zeros((*shape, len(Counted.sums))),
             "extremes": np.zeros((*shape, len(Counted.extremes))),
@@ -333,7 +333,8 @@ class _RecordedCounts:
         self.tokens = {row.layer: np.full((steps, row.experts), np.nan) for row in rows if row.experts}
         self.of_worst = {name: values.copy() for name, values in self.of_rows.items()} if self.tokens else self.of_rows
         self.worst_expert, self.beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
-        self.moved, self.twins = (np.zeros((steps, len(self.layers), count)) for count in (len(MOVED), 3))
+        self.weight_statistics = np.zeros((steps, len(self.layers), len(WEIGHT_STATISTICS)))
+        self.twins = np.zeros((steps, len(self.layers), 3))
         self.by_name = {names: dict[str, Any]() for names in SUMS_OF_NAMES}
 
     def read(self, at: int, rows: Sequence[Row], arrays: Mapping[str, Any]) -> None:
@@ -349,12 +350,12 @@ class _RecordedCounts:
             for layer, tokens in by_layer(rows, arrays["tokens"]).items():
                 self.tokens[layer][at] = tokens
         columns = [self.layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
-        self.moved[at, columns] = arrays["moved"]
+        self.weight_statistics[at, columns] = arrays["moved"]
         if "twin" in arrays:
             self.twins[at, columns] = arrays["twin"]
         for names, sums in SUMS_OF_NAMES.items():
             for name, values in zip(arrays[names], arrays[sums], strict=True) if sums in arrays else ():
-                self.by_name[names].setdefault(str(name), np.zeros((len(self.moved), len(values))))[at] = values
+                self.by_name[names].setdefault(str(name), np.zeros((self.steps, len(values))))[at] = values
 
     def record(self, steps: list[int], scalars: Scalars, events: list[tuple[int, str, str]]) -> Record:
         """Return the record of these steps."""
@@ -368,7 +369,7 @@ class _RecordedCounts:
             measures=measures_of(self.rows, counts["sums"], counts["extremes"]),
             exponents=counts["exponents"],
             layers=self.layers,
-            weights=weight_measures(self.moved) | twin_measures(self.twins),
+            weights=weight_measures(self.weight_statistics) | twin_measures(self.twins),
             scalars=scalars,
             events=events,
             experts=experts,
@@ -443,11 +444,11 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
         }
 
 
-def weight_measures(moved: Any) -> dict[str, Any]:
-    """Return MOVED's measures by name, from its columns [..., layers, 18]; nan where nothing was sampled."""
-    sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
+def weight_measures(statistics: Any) -> dict[str, Any]:
+    """Return WEIGHT_STATISTICS' measures by name, from its columns [..., layers, 18]; nan where nothing was sampled."""
+    sums, measures = dict(zip(WEIGHT_STATISTICS, np.moveaxis(statistics, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        for column, divisors in MOVED.items():
+        for column, divisors in WEIGHT_STATISTICS.items():
             for name, divisor in divisors.items():
                 least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
                 ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)

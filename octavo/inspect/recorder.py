@@ -36,7 +36,7 @@ from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, TWIN_LOSS, C
 from octavo.inspect.weight_updates import (
     FROZEN,
     GROUP,
-    MOVED,
+    WEIGHT_STATISTICS,
     Updates,
     count_weights,
     optimizer_facts,
@@ -281,11 +281,11 @@ class Recorder:
         """Return a recorded step's counts by name, on the device: of all ranks."""
         table = self._table
         count_weights(table.layers, self._ranks)
-        moved = self._updates.end()
+        weight_statistics = self._updates.end()
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
-        counts = {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
+        counts = {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(weight_statistics)}
         if self._twin is not None and self._twin.reason:
             if self.optimizer is not None:
                 self.event(NO_TWIN, self._twin.reason)
@@ -364,10 +364,10 @@ class Recorder:
         writer.add_counts(sent.step, arrays)
         return arrays
 
-    def _say_unwatched(self, writer: RecordWriter, step: int, moved_of_weights: Tensor) -> None:
+    def _say_unwatched(self, writer: RecordWriter, step: int, weight_statistics: Tensor) -> None:
         """Write an event, once, if weights changed in a step that ran no hooks, unlike one that a GradScaler skips."""
-        moved = dict(zip(MOVED, moved_of_weights.T, strict=True))
-        if not self._updates.is_hooked or moved["sampled_before_update"].any() or not moved["changed"].any():
+        sums = dict(zip(WEIGHT_STATISTICS, weight_statistics.T, strict=True))
+        if not self._updates.is_hooked or sums["sampled_before_update"].any() or not sums["changed"].any():
             return
         self._updates.is_hooked = False
         missing = "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"

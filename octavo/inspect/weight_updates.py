@@ -23,10 +23,10 @@ from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-# The columns of a record's "moved", [weights, 18], in this order: counts and sums of a weight's sampled elements. The
-# names are in code alone. Each has {a measure that a record has of it: its divisor, a column too}. A measure is
+# The columns of a record's array "moved", [weights, 18], in this order: counts and sums of a weight's sampled elements.
+# The names are in code alone. Each has {a measure that a record has of it: its divisor, a column too}. A measure is
 # column / divisor, or the square root of that for the columns in SQUARES.
-MOVED: Mapping[str, Mapping[str, str]] = {
+WEIGHT_STATISTICS: Mapping[str, Mapping[str, str]] = {
     "elements": {},  # how many are sampled of the weight
     "moments": {},  # how many are sampled of each moment in codes
     "masters": {},  # how many are sampled of a master that was there before the step
@@ -47,10 +47,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "changed_by_others": {"outside": "sampled_before_update"},  # squares of changes before the update
     "second_moment_sum": {"second_moment": "plain_second_moments"},  # sum of the sampled second moments
 }
-# columns that are sums of squares, and those that are numbers of sampled elements: in the order of `terms` and `sizes`
-# in Updates._since
+# columns that are sums of squares
 SQUARES = "update", "grid", "master_update", "changed_between_records", "weight", "gradient", "changed_by_others"
-COUNTS = "elements", "moments", "masters", "gradients", "plain_second_moments", "sampled_before_update"
 SAMPLED = 1024  # at most so many elements of a weight are read
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
 FROZEN = "frozen"  # the kind of an event: parameters, "a.weight, b.weight", that no longer require a gradient
@@ -185,7 +183,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
 
 
 class Updates:
-    """Reads weights before and after the optimizer's step of recorded steps, for MOVED of each.
+    """Reads weights before and after the optimizer's step of recorded steps, for WEIGHT_STATISTICS of each.
 
     Without an optimizer, or if its ``step`` is not called or is compiled, the step's begin and end are compared, and
     gradients are those that are left at the end, of weights that changed. ``is_hooked``: hooks wait for a step.
@@ -196,7 +194,7 @@ class Updates:
         self._hooks = contextlib.ExitStack()
         self._weights: Weights = ()
         self._last: Tensor | None = None  # sampled weights after the last recorded step's update
-        self._moved: Tensor | None = None
+        self._statistics: Tensor | None = None  # from the step's begin until the optimizer's update
         if (hooked := torch_optimizer(optimizer)) is not None:
             self._hooks.enter_context(hooked.register_step_pre_hook(lambda *_: self._before_step()))
             self._hooks.enter_context(hook_before_update(hooked, lambda _: self._before_update()))
@@ -238,42 +236,43 @@ class Updates:
     def _after_update(self) -> None:
         """Compare weights after the optimizer's step, in a recorded step."""
         if not torch.compiler.is_compiling() and self._weights:
-            self._moved = self._since()
+            self._statistics = self._since_begin()
 
     def end(self) -> Tensor:
-        """Return MOVED of the step, summed over samples: float64 [weights, 18]."""
-        moved = self._since() if self._moved is None else self._moved
-        self._moved, self._weights = None, ()
-        return moved
+        """Return WEIGHT_STATISTICS of the step, summed over samples: float64 [weights, 18]."""
+        statistics = self._since_begin() if self._statistics is None else self._statistics
+        self._statistics, self._weights = None, ()
+        return statistics
 
     @torch.no_grad()
-    def _since(self) -> Tensor:
-        """Return MOVED from the step's begin until now, summed over samples: float64 [weights, 18]."""
+    def _since_begin(self) -> Tensor:
+        """Return WEIGHT_STATISTICS from the step's begin until now, summed over samples: float64 [weights, 18]."""
         samples, after = _read(self._weights, self.optimizer)
         before, begun = self._before, self._begun.weights
         is_watched = self._gradients is not None
         gradient_lengths, gradients = self._gradients or self._read_gradients()
         update, master_update = after.weights - before.weights, after.masters - before.masters
-        between = begun - (begun if self._last is None else self._last)
-        terms = update, after.spacing, master_update, between, after.weights, gradients, before.weights - begun
-        sums = dict(zip(SQUARES, torch.stack(terms).double().square().sum(-1), strict=True))
+        drift = begun - (begun if self._last is None else self._last)
+        terms = {"update": update, "master_update": master_update, "weight": after.weights, "gradient": gradients}
+        terms |= {"grid": after.spacing, "changed_between_records": drift, "changed_by_others": before.weights - begun}
+        sums = dict(zip(terms, torch.stack([*terms.values()]).double().square().sum(-1), strict=True))
         is_changed = torch.stack([update, master_update]) != 0
         sums["changed"], sums["master_changed"] = is_changed.sum(-1, dtype=torch.float64)
-        sizes = list[tuple[int, ...]]()
-        for form_before, sample, gradient_length in zip(before.forms, samples, gradient_lengths, strict=True):
-            elements, moments = len(sample.elements), len(sample.moments[0]) if sample.moments else 0
-            # not in the first step, which creates the master
-            has_same_master = sample.master is not None and sample.master == form_before
-            masters, second, before_update = elements * has_same_master, len(sample.second), elements * is_watched
-            sizes.append((elements, moments, masters, gradient_length, second, before_update))
-        counts = _on_device(tuple(sizes), update.device).unbind(1)
-        sums |= zip(COUNTS, counts, strict=True)
+        elements, forms = [len(sample.elements) for sample in samples], zip(samples, before.forms, strict=True)
+        # not in the first step, which creates the master
+        has_same_master = [sample.master is not None and sample.master == form for sample, form in forms]
+        masters = [count * is_same for count, is_same in zip(elements, has_same_master, strict=True)]
+        counts = {"elements": elements, "masters": masters, "gradients": gradient_lengths}
+        counts["moments"] = [len(sample.moments[0]) if sample.moments else 0 for sample in samples]
+        counts["plain_second_moments"] = [len(sample.second) for sample in samples]
+        counts["sampled_before_update"] = [count * is_watched for count in elements]
+        sums |= zip(counts, _on_device(tuple(map(tuple, counts.values())), update.device), strict=True)
         if not is_watched:  # gradients that are left are known to be of this step where the weight changed
             sums["gradients"] = sums["gradients"] * (sums["changed"] > 0)
         sums["first_flushed"], sums["second_flushed"] = _flushed(samples)
         sums["second_moment_sum"] = padded([sample.second for sample in samples]).double().sum(-1)
         self._last = after.weights
-        return torch.stack([sums[name] for name in MOVED], 1)
+        return torch.stack([sums[name] for name in WEIGHT_STATISTICS], 1)
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
