@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import replacing
 from octavo.distributed.ranks import Ranks
-from octavo.inspect.forwards import Autocast, Forward, backward, copy_of, device_of, map_tensors
+from octavo.inspect.forwards import Autocast, Forward, RandomStates, backward, copy_of, device_of, map_tensors
 from octavo.inspect.module_outputs import ModuleOutputs, OutputChanges
 from octavo.inspect.notes import gets_gradient
 from octavo.inspect.record import np
@@ -33,7 +33,6 @@ from octavo.weights.fsdp2 import forget_failed_pass, on_this_rank
 OUTPUTS = "outputs.npz"
 LARGEST_BATCH = 1 << 26  # bytes of a batch that is written
 SHARE, LEAST_ROWS = 4, 2  # one row of so many runs again, but at least so many: a norm over one has no variance
-_NUMPY = 1  # the place of NumPy's state among the random states, whose array torch.load would not read
 
 
 class FirstBatch:
@@ -132,9 +131,9 @@ def _write(path: Path, forward: Forward, model: nn.Module, ranks: Ranks) -> None
     are_plain = len(tensors) == sum(not isinstance(x, int | float | str | None) for x in leaves)
     if not are_plain or sum(x.nbytes for x in tensors) > LARGEST_BATCH:
         return path.unlink(missing_ok=True)
-    states = [*forward.random_states]
-    states[_NUMPY] = [x.tolist() if isinstance(x, np.ndarray) else x for x in states[_NUMPY]]
-    fields = forward._asdict() | {"random_states": states, "autocast": tuple(forward.autocast)}
+    of_numpy = [x.tolist() if isinstance(x, np.ndarray) else x for x in forward.random_states.numpy]
+    random_states = [*forward.random_states._replace(numpy=of_numpy)]  # torch.load would read no array
+    fields = forward._asdict() | {"random_states": random_states, "autocast": tuple(forward.autocast)}
     torch.save({"setting": _setting(model, ranks), "forward": fields}, saved := io.BytesIO())
     with replacing(path) as file:
         np.savez(file, saved=np.frombuffer(saved.getbuffer(), dtype="uint8"))
@@ -148,7 +147,8 @@ def _read(path: Path, model: nn.Module, ranks: Ranks) -> Forward | None:
         fields = torch.load(saved, map_location=device_of(model), weights_only=True)
         forward = Forward(**fields["forward"])
         is_own = fields["setting"] == _setting(model, ranks) and len(forward.modes) == len([*model.modules()])
-        # generators' states lie on the CPU; the last one is the device's
+        # generators' states lie on the CPU, the device's too
         states = [state.cpu() if isinstance(state, Tensor) else state for state in forward.random_states]
-        return forward._replace(random_states=states, autocast=Autocast(*forward.autocast)) if is_own else None
+        forward = forward._replace(random_states=RandomStates(*states), autocast=Autocast(*forward.autocast))
+        return forward if is_own else None
     return None

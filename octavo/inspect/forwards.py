@@ -34,12 +34,36 @@ class Autocast(NamedTuple):
         return cls(kind, *how)
 
 
+class RandomStates(NamedTuple):
+    """The states of the generators of Python, NumPy, the CPU and the device of a model, None on a CPU."""
+
+    python: Any
+    numpy: Any
+    cpu: Any
+    device: Any = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> RandomStates:
+        """Return the states as they are now."""
+        device = device_of(model)
+        of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), of_device)
+
+    def put_back(self, model: nn.Module) -> None:
+        """Give the generators these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device_of(model))
+
+
 class Forward(NamedTuple):
     """A forward of a model: what it takes to run it again."""
 
     arguments: Any
     modes: Sequence[bool]  # whether each module is in training
-    random_states: list[Any]
+    random_states: RandomStates
     autocast: Autocast
     delayed: list[Any]  # states of the FP8 modules, or None, before backward writes them; empty where none is put back
     state: ModuleState | None  # of the modules before it; None where they keep what they have
@@ -50,7 +74,7 @@ class Forward(NamedTuple):
         modes, autocast = [module.training for module in model.modules()], Autocast.now(device_of(model).type)
         delayed = [None if fp8.state is None else fp8.state.clone() for fp8 in _in_fp8(model)]
         arguments, state = map_tensors(copy_of, (args, kwargs)), ModuleState(model, before_forward=True)
-        return cls(arguments, modes, random_states(model), autocast, delayed, state)
+        return cls(arguments, modes, RandomStates.of(model), autocast, delayed, state)
 
     @property
     def is_float16(self) -> bool:
@@ -61,7 +85,7 @@ class Forward(NamedTuple):
         """Run the forward again; return its outputs."""
         if self.state is not None:
             self.state.put_copies()
-        set_random_states(model, self.random_states)
+        self.random_states.put_back(model)
         for module, mode in zip(model.modules(), self.modes, strict=True):
             vars(module)["training"] = mode
         for fp8, state in zip(_in_fp8(model), self.delayed, strict=True) if self.delayed else ():
@@ -96,22 +120,6 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def random_states(model: nn.Module) -> list[Any]:
-    """Return the states of the generators of Python, NumPy, the CPU and the device."""
-    device = device_of(model)
-    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [random.getstate(), np.random.get_state(), torch.get_rng_state(), *of_device]
-
-
-def set_random_states(model: nn.Module, states: Sequence[Any]) -> None:
-    """Put back ``random_states``."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    for state in states[3:]:
-        torch.cuda.set_rng_state(state, device_of(model))
-
-
 @contextlib.contextmanager
 def without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     """Run a block that changes no gradient, state of modules or random number; yield the gradients from before it.
@@ -122,7 +130,7 @@ def without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     # leaves that modules have as attributes too: those in a reentrant checkpoint are in no graph that backward() reads
     attributes = [x for attributes in map(vars, model.modules()) for x in attributes.values()]
     leaves = [x for x in attributes if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
-    state, numbers = ModuleState(model), random_states(model)
+    state, random_states = ModuleState(model), RandomStates.of(model)
     with _gradients_aside([*model.parameters(), *leaves]) as gradients:
         try:
             state.put_copies()
@@ -130,7 +138,7 @@ def without_trace(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
                 yield gradients
         finally:
             state.put_back()
-            set_random_states(model, numbers)
+            random_states.put_back(model)
 
 
 @contextlib.contextmanager
