@@ -71,29 +71,29 @@ def changes_along(model: nn.Module, ranks: Ranks, aim: Tensor, change: Callable[
         change: runs the forward, and returns the change of the loss.
     """
     is_sharded = any(hasattr(p, "to_local") for p in model.parameters())
-    moved: list[tuple[Tensor, Tensor, int]] = []  # weights and gradients of this rank; how many ranks have the same
+    movable: list[tuple[Tensor, Tensor, int]] = []  # weight and gradient of this rank; how many ranks have the same
     for p in model.parameters():
         grad, weight = local_gradient(p), on_this_rank(p).data
         if grad is not None and type(weight) is Tensor and weight.element_size() > 1:
-            moved.append((weight, grad, _copies(p, ranks.size) if is_sharded else 1))
-    if not moved:
+            movable.append((weight, grad, _copies(p, ranks.size) if is_sharded else 1))
+    if not movable:
         return aim.new_zeros(2)
-    squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) / n for weight, grad, n in moved])
+    squares = torch.stack([torch.stack([dot(grad, grad), dot(weight, weight)]) / n for weight, grad, n in movable])
     grad_norms, weight_norms = (ranks.sum(squares) if is_sharded else squares).sqrt().unbind(1)
     shares = torch.where(grad_norms > 0, weight_norms / grad_norms, 0.0)  # each weight by the same part of its size
     # of gradients that are inf or NaN, or all 0, no weight moves: the forward gets no NaN
     steps = (aim * shares / (grad_norms * weight_norms).sum()).nan_to_num(0.0, 0.0, 0.0)
-    weights = [weight.clone() for weight, *_ in moved]
+    unmoved_weights = [weight.clone() for weight, _, _ in movable]
     try:
-        for (weight, grad, _), step in zip(moved, steps, strict=True):
+        for (weight, grad, _), step in zip(movable, steps, strict=True):
             weight.copy_(_moved(weight, grad, step))
-        products = [dot(grad, weight - w) / n for (weight, grad, n), w in zip(moved, weights, strict=True)]
-        predicted = torch.stack(products).sum()
+        pairs = zip(movable, unmoved_weights, strict=True)
+        predicted = torch.stack([dot(grad, weight - unmoved) / n for (weight, grad, n), unmoved in pairs]).sum()
         reshard(model)
         changed = change()
     finally:
-        for (weight, *_), w in zip(moved, weights, strict=True):
-            weight.copy_(w)
+        for (weight, _, _), unmoved in zip(movable, unmoved_weights, strict=True):
+            weight.copy_(unmoved)
         reshard(model)
     return torch.stack([changed, predicted * (ranks.size if is_sharded else 1)])  # of sharded weights the losses' mean
 

@@ -50,7 +50,6 @@ from octavo.weights.operands import weight_of
 Loss = Callable[[nn.Module, Any], Tensor]
 Recipes = Mapping[str, Recipe | RecipeMap]  # by name
 Key = tuple[str, str]  # a layer's name and a recipe's
-Change = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
 NO_PRODUCTS = math.nan, math.nan, math.nan
 # A loss is taken to fall with the number of steps t as t^-DESCENT, so where updates lose a share s of their direction,
 # it is higher by DESCENT s. Late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on
@@ -76,6 +75,15 @@ class LossAndGradients(NamedTuple):
 
     loss: float
     gradients: Sequence[Tensor | None]
+
+
+class Change(NamedTuple):
+    """The change of a batch's loss and gradients; the fields are an Effect's."""
+
+    loss: float
+    curvature: float
+    cosine: float
+    norm_ratio: float
 
 
 @dataclass(frozen=True)
@@ -538,21 +546,21 @@ class _Passes:
         effects = []
         for recipe in self.recipes:
             measured = {name: _mean(self.changes[name, recipe]) for name in self.run_alone[recipe]}
-            per_noise = _per_noise([(self._noise(name, recipe), change) for name, change in measured.items()])
+            curvature, deviation = _per_noise([(self._noise(name, recipe), each) for name, each in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
-                change = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
+                change = measured[name] if was_run else Change(0.0, curvature * noise, 1 - deviation * noise, 1.0)
                 effects.append(Effect(name, recipe, *self._errors(name, recipe), *change, was_run))
         whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.changes[None, name]), True) for name in self.recipes}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 
 def _per_noise(changes: Sequence[tuple[float, Change]]) -> tuple[float, float]:
-    """Return (curvature, 1 - cosine) divided by the estimated noise: the medians of the measured layers.
+    """Return curvature and deviation (1 - cosine), divided by the estimated noise: the medians of the measured layers.
 
     Without any: no curvature, and the 1 - cosine of a small error at right angles to the gradient, half its noise.
     """
-    ratios = [(curvature / noise, (1 - cosine) / noise) for noise, (_, curvature, cosine, _) in changes if noise > 0]
+    ratios = [(x.curvature / noise, (1 - x.cosine) / noise) for noise, x in changes if noise > 0]
     ratios = [pair for pair in ratios if all(map(math.isfinite, pair))]
     return (statistics.median(a for a, _ in ratios), statistics.median(b for _, b in ratios)) if ratios else (0.0, 0.5)
 
@@ -573,7 +581,7 @@ def _products(
 
 
 def _change_between(exact: LossAndGradients, changed: LossAndGradients, first_order: float) -> Change:
-    """Return an Effect's loss, curvature, cosine, norm_ratio; ``first_order``: that term of the loss's change."""
+    """Return the change of a batch's results; ``first_order``: that term of the loss's change."""
     (exact_loss, x), (loss, y) = exact, changed
     dot, exact_square, changed_square = (
         sum(float(p.double().flatten() @ q.double().flatten()) for p, q in pairs if p is not None and q is not None)
@@ -583,10 +591,10 @@ def _change_between(exact: LossAndGradients, changed: LossAndGradients, first_or
     if exact_square and changed_square:
         cosine = dot / math.sqrt(exact_square * changed_square)
         ratio = math.sqrt(changed_square / exact_square)
-    return (loss - exact_loss) / abs(exact_loss), (loss - exact_loss - first_order) / abs(exact_loss), cosine, ratio
+    change = loss - exact_loss
+    return Change(change / abs(exact_loss), (change - first_order) / abs(exact_loss), cosine, ratio)
 
 
 def _mean(values: Sequence[Change]) -> Change:
     """Return the mean of changes over batches."""
-    loss, curvature, cosine, ratio = map(statistics.fmean, zip(*values, strict=True))
-    return loss, curvature, cosine, ratio
+    return Change(*map(statistics.fmean, zip(*values, strict=True)))
