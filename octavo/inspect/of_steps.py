@@ -235,7 +235,8 @@ def find_repeated_batches(run: Training, batches_repeat: Rule) -> Detections:
 
 def find_uncleared_gradients(run: Training, gradients_not_cleared: Rule) -> Detections:
     """Yield the first step whose backward begins with gradients of an earlier one, if each step has its update."""
-    steps = [step for step, share in zip(*run.scalar(LEFTOVER_SHARE), strict=True) if share > gradients_not_cleared.limit]
+    shares = zip(*run.scalar(LEFTOVER_SHARE), strict=True)
+    steps = [step for step, share in shares if share > gradients_not_cleared.limit]
     if steps and run.always_updates:
         yield Detection(gradients_not_cleared, steps[0], CERTAIN)
 
