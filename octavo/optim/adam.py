@@ -33,8 +33,11 @@ def check_betas(betas: Any, weight: Tensor | None = None) -> None:
 
 
 def adam_group(group: dict[str, Any], maximize: bool, decoupled: bool, bounds_update: bool) -> AdamGroup:
-    """Return a group's options in the form that the kernels take."""
+    """Return a group's options in the form that the kernels take. Raise ValueError by ``check_betas``."""
     beta1, beta2, eps, decay = map(float, (*group["betas"], group["eps"], group["weight_decay"]))  # may be tensors
+    if beta1 * beta1 > beta2:  # set since the weights were checked
+        for weight in group["params"]:
+            check_betas(group["betas"], weight)
     return AdamGroup(group["lr"], beta1, beta2, eps, decay, maximize, decoupled, bounds_update)
 
 

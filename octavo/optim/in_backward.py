@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -306,7 +306,7 @@ class UpdatesInBackward:
         self.launches += 1
         self._updated.update(params)
         norms = torch._foreach_norm([on_this_rank(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
-        with self._stream_of_updates(params):
+        with self._streams_of_updates(params):
             divisor = None  # of gradients, so that they are clipped
             if self.clip is not None:
                 self._norms.add(params)
@@ -326,18 +326,21 @@ class UpdatesInBackward:
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
 
-    def _stream_of_updates(self, params: list[nn.Parameter]) -> Any:
-        """Return the stream of updates: on a GPU its own, which waits for the gradients, not for all of backward."""
-        device = params[0].device
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return nullcontext()
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        for param in params:
-            on_this_rank(param.grad).record_stream(stream)  # type: ignore[arg-type]
-        return torch.cuda.stream(stream)
+    def _streams_of_updates(self, params: list[nn.Parameter]) -> ExitStack:
+        """Return a context of streams of updates: on a GPU its own, which waits for gradients, not for all of backward."""
+        context = ExitStack()
+        for device in {param.device for param in params}:
+            if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+                continue
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            for param in params:
+                if param.device == device:
+                    on_this_rank(param.grad).record_stream(stream)  # type: ignore[arg-type]
+            context.enter_context(torch.cuda.stream(stream))
+        return context
 
     def _wait(self) -> None:
         for device, stream in self._streams.items():

@@ -14,7 +14,7 @@ from octavo import recipes
 from octavo.optim import SGD, Adam, AdamW, Muon
 from octavo.optim.masters import FP8_MASTERS
 from octavo.optim.moment import NAMED_MOMENTS
-from octavo.weights.stored import StoredWeight
+from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.helpers import stepped
 from tests.support.trained import MOMENTS, moments_of, parameter, train
 
@@ -171,6 +171,19 @@ def test_an_optimizer_that_can_not_write_stored_weights_says_so_at_its_next_step
     optimizer = make(model.parameters())
     with pytest.raises(error, match=message):
         stepped(optimizer, stored(model)(torch.ones(4, 64)).square().sum())
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_betas_set_between_steps_are_checked_before_codes_are_written(kind):
+    """A scale of an update without a bound grows until nearly all codes are 0."""
+    model = stored(linear())
+    optimizer = kind([{"params": [*model.parameters()], "algorithm": "adamw"}])
+    stepped(optimizer, model(torch.ones(4, 64)).square().sum())
+    before = local_stored(model.weight).qdata.clone().view(torch.uint8)
+    optimizer.param_groups[0]["betas"] = 0.99, 0.5
+    with pytest.raises(ValueError, match="the largest update grows"):
+        stepped(optimizer, model(torch.ones(4, 64)).square().sum())
+    assert torch.equal(local_stored(model.weight).qdata.view(torch.uint8), before)
 
 
 @pytest.mark.parametrize("master", ["auto", "split16", "fp16_scaled"])
