@@ -327,7 +327,7 @@ class UpdatesInBackward:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
 
     def _streams_of_updates(self, params: list[nn.Parameter]) -> ExitStack:
-        """Return a context of streams of updates: on a GPU its own, which waits for gradients, not for all of backward."""
+        """Return a context of the updates' streams: each GPU's waits for gradients there, not for all of backward."""
         context = ExitStack()
         for device in {param.device for param in params}:
             if device.type != "cuda" or torch.cuda.is_current_stream_capturing():

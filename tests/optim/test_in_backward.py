@@ -43,17 +43,21 @@ def test_on_a_gpu_updates_have_a_stream_for_which_the_next_forward_waits(monkeyp
     notes = notes_of_streams(monkeypatch)
     params: Any = [SimpleNamespace(device=GPU, grad=tensor_on_gpu(f"gradient {number}", notes)) for number in range(2)]
     for first_lines in (["another stream is made"], []):
-        with update._stream_of_updates(params):
+        with update._streams_of_updates(params):
             notes.append("step")
         outlive = [f"gradient {number} outlives another stream" for number in range(2)]
         of_step = ["begin on another stream", "step", "end on another stream"]
         assert notes == [*first_lines, "another stream waits for the current stream", *outlive, *of_step]
         notes.clear()
+    elsewhere = SimpleNamespace(device=torch.device("cuda", 1), grad=tensor_on_gpu("gradient 2", notes))
+    with update._streams_of_updates([*params, elsewhere]):
+        assert [notes.count(f"{event} another stream") for event in ("begin on", "gradient 2 outlives")] == [2, 1]
+    notes.clear()
     update._wait()
-    assert notes == ["the current stream waits for another stream"]
+    assert notes == ["the current stream waits for another stream"] * 2
     notes.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with update._stream_of_updates(params):
+    with update._streams_of_updates(params):
         assert notes == []
 
 
