@@ -119,7 +119,8 @@ def _expected(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        return "out of memory: lower --width, --layers, --context or --batch, or raise --micro-batches"
+        of_train = "lower --width, --layers, --context or --batch, or raise --micro-batches"
+        return f"out of memory: take a smaller model or batch (octavo train: {of_train})"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"--compile failed ({text.splitlines()[0]}): leave it out, or see what torch.compile needs here"
     return None

@@ -17,7 +17,7 @@ import torch
 
 from octavo.kernels.triton import cases
 from octavo.kernels.triton.launch import TileTable
-from octavo.tune.timing import timings
+from octavo.tune.timing import Timings, timings
 
 LIBRARY = "library"
 LARGE = 64  # log2 of elements: more than any tensor has, so that it is the bucket of all sizes above the others
@@ -175,6 +175,12 @@ def _tune_kind(kind: str, extent: Extent) -> Tuned:
     return Tuned(rows, math.exp(sum(log_gains) / len(log_gains)) if log_gains else math.nan)
 
 
+def _log_median(times: Timings, name: str) -> float:
+    """Return the logarithm of a variant's median; infinity if the variant failed."""
+    median = times.median(name)
+    return math.inf if math.isnan(median) else math.log(median)
+
+
 def _tune_library(extent: Extent) -> Tuned:
     """Return the products that torch's function is to compute: where it is right, and as fast as Triton's kernel."""
     rows: TableRows = []
@@ -185,7 +191,7 @@ def _tune_library(extent: Extent) -> Tuned:
         for shape in () if problem else shapes:
             calls = {"torch": case.call_of(shape), "Triton": case.by_triton().call_of(shape)}
             times = timings(calls, extent.final_rounds)
-            log_ratio += math.log(times.median("torch") / times.median("Triton"))
+            log_ratio += _log_median(times, "torch") - _log_median(times, "Triton")
         taken = not problem and log_ratio <= 0
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"
         print(f"{name}, time by Triton's: {problem or ratio}{', taken' * taken}", flush=True)

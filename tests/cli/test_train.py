@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_does_not_wait_and_a_second_sigterm_does(capfd, monkeypa
     ("error", "says"),
     [
         (OSError(28, "No space left on device", "log.csv"), "log.csv: No space left on device"),
-        (MemoryError(), "out of memory: lower --width"),
+        (MemoryError(), "out of memory: take a smaller model or batch (octavo train: lower --width"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), "out of memory"),
     ],
 )

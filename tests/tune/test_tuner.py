@@ -83,6 +83,11 @@ def test_products_that_are_torchs(tuner: ModuleType, monkeypatch: pytest.MonkeyP
     assert [[-1, -1], [-1, -1], True] in rows and all(a != [1, -1] for a, _, _ in rows)
     monkeypatch.setattr(tuner, "timings", lambda variants, rounds: Timings({"torch": [2.0], "Triton": [1.0]}, {}))
     assert tuner.tune(tuner.LIBRARY, tuner.TOY, {}).rows == []
+    for runs, failed in (("torch", "Triton"), ("Triton", "torch")):
+        monkeypatch.setattr(
+            tuner, "timings", lambda *_, runs=runs, failed=failed: Timings({runs: [1.0]}, {failed: "no"})
+        )
+        assert bool(tuner.tune(tuner.LIBRARY, tuner.TOY, {}).rows) == (runs == "torch")
 
 
 def test_what_a_worker_does(tuner: ModuleType) -> None:

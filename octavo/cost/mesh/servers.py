@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from octavo.cost.rates import IN_BF16, PlanError, Rates, rates_of
+from octavo.cost.rates import IN_BF16, PUBLISHED, PlanError, Rates, rates_of
 
 # Of the rate of products that a lone GPU reached for seconds, the share that others publish for training: 600 TFLOP/s
 # where 718 were measured in bf16, 1,125 where 1,309 in FP8 (pytorch/FBGEMM#2546, pytorch/ao#2784).
@@ -33,7 +33,7 @@ class Hardware:
     network: float = 47e9  # bytes/s each way of a GPU's card (nccl-tests#290: 46 to 48 of 50 GB/s)
     server: int = 8  # GPUs in one
     latency: float = 20e-6  # seconds that a collective takes before its first byte. Assumed
-    memory: float = 80e9  # bytes of a GPU
+    memory: float = PUBLISHED["H100"].memory  # bytes of a GPU
 
     @classmethod
     def of(cls, rates: Rates) -> Hardware:
