@@ -199,11 +199,14 @@ class _Times:
         for linear in self.work.linears:
             recipe = recipes.get(linear.name, high_precision())
             cast_input = linear.input_reader, linear.grad_weight, recipe.input_casts
-            spared = {"weight"} if weight_storage else set()
-            spared |= {"input"} if cast_input in cast_inputs else set()
-            spared |= {"grad_output"} if linear is uncast_head else set()
-            cast_inputs |= {cast_input} if linear.input_reader else set()
-            self._add(linear, recipe, spared)
+            is_spared = {
+                "weight": weight_storage is not None,
+                "input": cast_input in cast_inputs,
+                "grad_output": linear is uncast_head,
+            }
+            if linear.input_reader:
+                cast_inputs.add(cast_input)
+            self._add(linear, recipe, {role for role, spared in is_spared.items() if spared})
 
     def _add(self, linear: LinearWork, recipe: Recipe, spared: set[str]) -> None:
         """Add a layer, but for the casts of the roles ``spared``; its LayerTime has all casts."""

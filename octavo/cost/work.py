@@ -159,7 +159,13 @@ class _Origin(NamedTuple):
 
 
 _NO_OPERATION = _Origin(0, True)
-_Move = tuple[int | str, ...]  # (storage, "written"), or (storage, "read", after how many products)
+
+
+class _Move(NamedTuple):
+    """A write of a tensor, or a read after so many products in sequence."""
+
+    storage: int
+    read_after: int | None = None
 
 
 class _Counter(OperationCounter):
@@ -193,15 +199,16 @@ class _Counter(OperationCounter):
         """Return the bytes that a compiled step moves for an operation after so many products.
 
         It writes a tensor once, if no product has, and reads it once between two products, if this is none. It does
-        neither where the same kernel has computed the tensor.
+        neither where the same kernel has computed the tensor. In ``a = x * w; b = a + 1; y = b @ v`` of a parameter x
+        the kernel in front of the product reads x and w, and the product has b written; a stays in the kernel.
         """
         size = 0
         for x in read:
             storage, origin = self.storage_of(x), self._origin(x)
             if not (is_product or origin.is_in_memory or origin.products < products):
                 continue
-            moves: set[_Move] = set() if origin.is_in_memory else {(storage, "written")}
-            moves |= set() if is_product else {(storage, "read", products)}
+            moves: set[_Move] = set() if origin.is_in_memory else {_Move(storage)}
+            moves |= set() if is_product else {_Move(storage, products)}
             size += x.nbytes * len(moves - self.moved)
             self.moved |= moves
         return size
@@ -326,6 +333,11 @@ def _in_block(name: str, blocks: str, number: int) -> str:
     return re.sub(rf"^{re.escape(blocks)}\.{REPEATED}(?=\.|$)", f"{blocks}.{number}", name)
 
 
+def _is_block_of_experts(module: nn.Module, name: str) -> bool:
+    """Whether a module that can be converted has layers of experts, and is no layer itself."""
+    return not any(sizes_of(module))
+
+
 def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """Return the Work of a model, all of whose blocks are run."""
     # a GPU's tensors too become fakes on the CPU, where those of parameters are
@@ -334,8 +346,8 @@ def _traced(model: nn.Module, inputs: Sequence[Any]) -> Work:
     for fake, x in zip(pytree.tree_leaves(arguments), pytree.tree_leaves(inputs), strict=True):
         if isinstance(x, Tensor):
             fake.requires_grad_(x.requires_grad)
-    # experts are converted so that each product is a module's, and no loop depends on a router's choices
-    convert_quietly(twin, high_precision(), lambda module, name: not any(sizes_of(module)))
+    # so that each product is a module's, and no loop depends on a router's choices
+    convert_quietly(twin, high_precision(), _is_block_of_experts)
     works_by_name, input_sizes = _watch(twin)
     counter = _Counter()
     blocks = blocks_of(twin)

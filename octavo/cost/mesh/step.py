@@ -37,7 +37,7 @@ class RankStep(Rank):
     """A rank's compute and waits for a micro-batch, and its step; all stages of a pipeline are equally long."""
 
     @functools.cached_property
-    def seconds_by_kind(self) -> dict[str, float]:
+    def micro_batch_seconds(self) -> dict[str, float]:
         """Seconds of a micro-batch's forward and backward by kind; the head's products are in bf16."""
         layout, rates, model, hardware = self.layout, self.hardware.rates, self.model_shapes, self.hardware
         layers = [layer_seconds(self, weight) for weight in self.rank_shapes.block if weight.converted]
@@ -60,10 +60,10 @@ class RankStep(Rank):
     @property
     def compute_seconds(self) -> float:
         """Seconds of forward, a third of them, and backward."""
-        return sum(self.seconds_by_kind.values())
+        return sum(self.micro_batch_seconds.values())
 
     @functools.cached_property
-    def optimizer(self) -> float:
+    def update_seconds(self) -> float:
         """Seconds of the optimizer's update of this rank's shards.
 
         It reads and writes state, reads gradients and writes bf16 weights. Muon's owners have equal shares of the
@@ -89,11 +89,13 @@ class RankStep(Rank):
         tensor, expert = messages.tensor(self), messages.expert(self)
         waits = {"fsdp": fsdp.times(count if layout.reshards else 1)}
         waits |= {"tensor": tensor.times(count), "expert": expert.times(count)}
-        seconds_by_kind = {kind: count * seconds for kind, seconds in self.seconds_by_kind.items()}
+        seconds_by_kind = {kind: count * seconds for kind, seconds in self.micro_batch_seconds.items()}
         bubble = (layout.pipeline - 1) / layout.chunks * (self.compute_seconds + tensor.seconds + expert.seconds)
-        total = sum(seconds_by_kind.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.optimizer
+        total = (
+            sum(seconds_by_kind.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.update_seconds
+        )
         flop = layout.sequences * layout.sequence_length * self.model_shapes.flop(layout.sequence_length) / layout.gpus
-        return Step(seconds_by_kind, waits, bubble, self.optimizer, total, flop / total / 1e12)
+        return Step(seconds_by_kind, waits, bubble, self.update_seconds, total, flop / total / 1e12)
 
 
 def layer_seconds(rank: Rank, weight: Weight) -> tuple[float, float]:
