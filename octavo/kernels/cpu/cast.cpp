@@ -6,8 +6,9 @@
 
 extern "C" {
 
-// Python packs it: library.py reads this declaration, whose lines are a type and names.
-struct Scaling {
+// kernels/arguments.py's CastTarget of a matrix. Python packs it: library.py reads this declaration, whose lines are a
+// type and names.
+struct Target {
     uint8_t *codes, *transposed;   // [R, C] and transposed [C, R]; null where they are not written
     void *scale_inv;               // one number a tile, float32 or E8M0
     float *amax;
@@ -28,7 +29,7 @@ struct Scaling {
 };
 
 }  // extern "C"
-SIZE_OF(Scaling)
+SIZE_OF(Target)
 
 namespace {
 
@@ -50,20 +51,20 @@ constexpr int32_t NAN_CODE = 0x7F;
 // memory for the columns' largest magnitudes, as bits.
 template <class X>
 bool raise_amax(
-    const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, float *amax, std::vector<typename X::Bits> &column_max) {
+    const Target &t, const Matrix<X> &m, int64_t from, int64_t to, float *amax, std::vector<typename X::Bits> &column_max) {
     using Bits = typename X::Bits;
-    column_max.assign(to - from == 1 ? 0 : s.cols, 0);
+    column_max.assign(to - from == 1 ? 0 : t.cols, 0);
     for (int64_t row = from; row < to && !column_max.empty(); row++) {
         Bits *columns = column_max.data(), *x = m.row(row);
-        for (int64_t j = 0; j < s.cols; j++) {
+        for (int64_t j = 0; j < t.cols; j++) {
             Bits magnitude = x[j] & X::magnitude;
             columns[j] = magnitude > columns[j] ? magnitude : columns[j];
         }
     }
     const Bits *columns = column_max.empty() ? m.row(from) : column_max.data();
     bool faulty = false;
-    for (int64_t tile = 0; tile < s.tiles(); tile++) {
-        int64_t begin = tile * s.width(), end = std::min(begin + s.width(), s.cols);
+    for (int64_t tile = 0; tile < t.tiles(); tile++) {
+        int64_t begin = tile * t.width(), end = std::min(begin + t.width(), t.cols);
         Bits largest = 0;
         for (int64_t j = begin; j < end; j++) {
             Bits magnitude = columns[j] & X::magnitude;
@@ -83,15 +84,15 @@ bool raise_amax(
 }
 
 // Write the amaxes ``numbers`` [tiles] of a row of tiles and their scale_inv; replace them by their scales.
-void write_scales(const Scaling &s, int64_t i, float *numbers) {
-    for (int64_t j = 0; j < s.tiles(); j++) s.amax[i * s.amax_row_stride + j * s.amax_col_stride] = numbers[j];
-    for (int64_t j = 0; j < s.tiles(); j++) numbers[j] = scale_from_amax(numbers[j], float(s.limit), s.power_of_two);
-    if (s.delayed_scale && *s.delayed_scale != 0.0f) std::fill_n(numbers, s.tiles(), *s.delayed_scale);
-    const int64_t first = i * s.scale_row_stride, step = s.scale_col_stride, tiles = s.tiles();
-    if (s.is_e8m0)
-        for (int64_t j = 0; j < tiles; j++) ((uint8_t *)s.scale_inv)[first + j * step] = uint8_t(bits_of(1.0f / numbers[j]) >> 23);
+void write_scales(const Target &t, int64_t i, float *numbers) {
+    for (int64_t j = 0; j < t.tiles(); j++) t.amax[i * t.amax_row_stride + j * t.amax_col_stride] = numbers[j];
+    for (int64_t j = 0; j < t.tiles(); j++) numbers[j] = scale_from_amax(numbers[j], float(t.limit), t.power_of_two);
+    if (t.delayed_scale && *t.delayed_scale != 0.0f) std::fill_n(numbers, t.tiles(), *t.delayed_scale);
+    const int64_t first = i * t.scale_row_stride, step = t.scale_col_stride, tiles = t.tiles();
+    if (t.is_e8m0)
+        for (int64_t j = 0; j < tiles; j++) ((uint8_t *)t.scale_inv)[first + j * step] = uint8_t(bits_of(1.0f / numbers[j]) >> 23);
     else
-        for (int64_t j = 0; j < tiles; j++) ((float *)s.scale_inv)[first + j * step] = 1.0f / numbers[j];
+        for (int64_t j = 0; j < tiles; j++) ((float *)t.scale_inv)[first + j * step] = 1.0f / numbers[j];
 }
 
 // Round to nearest, ties to even: added to 2^20 times its power of two, a number leaves E4M3's digits in the sum's last
@@ -155,10 +156,10 @@ void transpose(uint8_t *out, int64_t stride, const uint8_t *in, int64_t height, 
 }
 
 // Return the scale of each column from ``col`` on, by those of a row of tiles; it may lie in ``memory`` [width].
-INLINE const float *scales_of_columns(const Scaling &s, const float *tiles, int64_t col, int64_t width, float *memory) {
-    if (s.tile_cols == 1) return tiles + col;
+INLINE const float *scales_of_columns(const Target &t, const float *tiles, int64_t col, int64_t width, float *memory) {
+    if (t.tile_cols == 1) return tiles + col;
     for (int64_t j = 0; j < width;) {
-        int64_t tile = (col + j) / s.width(), end = std::min((tile + 1) * s.width() - col, width);
+        int64_t tile = (col + j) / t.width(), end = std::min((tile + 1) * t.width() - col, width);
         for (; j < end; j++) memory[j] = tiles[tile];
     }
     return memory;
@@ -167,44 +168,44 @@ INLINE const float *scales_of_columns(const Scaling &s, const float *tiles, int6
 // Write the codes of up to HEIGHT rows. ``scales`` [tile rows, tiles]: from the row of tiles ``first`` on.
 template <class X, class F>
 void write_codes(
-    const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty,
+    const Target &t, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty,
     std::vector<Piece> &pieces) {
     alignas(64) float column_scales[PIECES * WIDTH];
-    for (int64_t block = 0; block < s.cols; block += PIECES * WIDTH) {
-        int64_t end = std::min(s.cols, block + PIECES * WIDTH), tile_row = -1;
+    for (int64_t block = 0; block < t.cols; block += PIECES * WIDTH) {
+        int64_t end = std::min(t.cols, block + PIECES * WIDTH), tile_row = -1;
         const float *scale = nullptr;
         for (int64_t row = from; row < to; row++) {
-            if (row / s.height() != tile_row) {
-                tile_row = row / s.height();
-                scale = scales_of_columns(s, scales + (tile_row - first) * s.tiles(), block, end - block, column_scales);
+            if (row / t.height() != tile_row) {
+                tile_row = row / t.height();
+                scale = scales_of_columns(t, scales + (tile_row - first) * t.tiles(), block, end - block, column_scales);
             }
             Piece *piece = pieces.data();
             for (int64_t col = block; col < end; col += WIDTH, piece++) {
                 const typename X::Bits *x = m.row(row) + col;
-                uint8_t *codes = piece->codes + (row - from) * WIDTH, *out = s.codes + row * s.codes_stride + col;
+                uint8_t *codes = piece->codes + (row - from) * WIDTH, *out = t.codes + row * t.codes_stride + col;
                 int64_t width = std::min(end - col, WIDTH);
                 encode<X, F>(codes, x, scale + (col - block), width);
                 if (faulty) encode_faults<X, F>(codes, x, width);
-                if (s.codes && width == WIDTH) std::memcpy(out, codes, WIDTH);
-                else if (s.codes) std::memcpy(out, codes, width);
+                if (t.codes && width == WIDTH) std::memcpy(out, codes, WIDTH);
+                else if (t.codes) std::memcpy(out, codes, width);
             }
         }
         const Piece *piece = pieces.data();
-        for (int64_t col = block; s.transposed && col < end; col += WIDTH, piece++)
+        for (int64_t col = block; t.transposed && col < end; col += WIDTH, piece++)
             transpose(
-                s.transposed + col * s.transposed_stride + from, s.transposed_stride, piece->codes, to - from, std::min(end - col, WIDTH));
+                t.transposed + col * t.transposed_stride + from, t.transposed_stride, piece->codes, to - from, std::min(end - col, WIDTH));
     }
 }
 
-template <class X> bool amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, int64_t threads) {
-    std::vector<std::vector<float>> tile_amaxes(threads, std::vector<float>(s.tiles()));
+template <class X> bool amax(const Target &t, const Matrix<X> &m, int64_t from, int64_t to, int64_t threads) {
+    std::vector<std::vector<float>> tile_amaxes(threads, std::vector<float>(t.tiles()));
     std::vector<int> faulty(threads);
     in_threads(threads, from, to, HEIGHT, [&](int64_t share, int64_t first, int64_t last) {
         std::vector<typename X::Bits> column_max;
-        faulty[share] = raise_amax<X>(s, m, first, last, tile_amaxes[share].data(), column_max);
+        faulty[share] = raise_amax<X>(t, m, first, last, tile_amaxes[share].data(), column_max);
     });
-    for (int64_t j = 0; j < s.tiles(); j++) {
-        float &out = s.amax[j * s.amax_col_stride];
+    for (int64_t j = 0; j < t.tiles(); j++) {
+        float &out = t.amax[j * t.amax_col_stride];
         if (from == 0) out = 0.0f;
         for (auto &of_rows : tile_amaxes) out = std::max(out, of_rows[j]);
     }
@@ -212,27 +213,27 @@ template <class X> bool amax(const Scaling &s, const Matrix<X> &m, int64_t from,
 }
 
 template <class X>
-void cast(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, bool faulty, int64_t threads) {
-    auto write = s.is_e5m2 ? write_codes<X, E5M2> : write_codes<X, E4M3>;
-    int64_t unit = s.spans() ? HEIGHT : (HEIGHT + s.height() - 1) / s.height() * s.height(), tiles = s.tiles();
-    std::vector<float> spanning_scales(s.spans() ? tiles : 0);
-    for (size_t j = 0; j < spanning_scales.size(); j++) spanning_scales[j] = s.amax[j * s.amax_col_stride];
-    if (s.spans()) write_scales(s, 0, spanning_scales.data());
+void cast(const Target &t, const Matrix<X> &m, int64_t from, int64_t to, bool faulty, int64_t threads) {
+    auto write = t.is_e5m2 ? write_codes<X, E5M2> : write_codes<X, E4M3>;
+    int64_t unit = t.spans() ? HEIGHT : (HEIGHT + t.height() - 1) / t.height() * t.height(), tiles = t.tiles();
+    std::vector<float> spanning_scales(t.spans() ? tiles : 0);
+    for (size_t j = 0; j < spanning_scales.size(); j++) spanning_scales[j] = t.amax[j * t.amax_col_stride];
+    if (t.spans()) write_scales(t, 0, spanning_scales.data());
     in_threads(threads, from, to, unit, [&](int64_t, int64_t begin, int64_t end) {
         std::vector<float> tile_scales;
         std::vector<typename X::Bits> column_max;
-        std::vector<Piece> pieces(std::min((s.cols + WIDTH - 1) / WIDTH, PIECES));
+        std::vector<Piece> pieces(std::min((t.cols + WIDTH - 1) / WIDTH, PIECES));
         for (int64_t row = begin; row < end; row += unit) {
-            int64_t stop = std::min(row + unit, end), first = s.spans() ? 0 : row / s.height();
+            int64_t stop = std::min(row + unit, end), first = t.spans() ? 0 : row / t.height();
             bool is_faulty = faulty;
-            tile_scales.assign(s.spans() ? 0 : unit / s.height() * tiles, 0.0f);
+            tile_scales.assign(t.spans() ? 0 : unit / t.height() * tiles, 0.0f);
             float *numbers = tile_scales.data();
-            for (int64_t i = row; !s.spans() && i < stop; i += s.height(), numbers += tiles) {
-                is_faulty |= raise_amax<X>(s, m, i, std::min(i + s.height(), stop), numbers, column_max);
-                write_scales(s, i / s.height(), numbers);
+            for (int64_t i = row; !t.spans() && i < stop; i += t.height(), numbers += tiles) {
+                is_faulty |= raise_amax<X>(t, m, i, std::min(i + t.height(), stop), numbers, column_max);
+                write_scales(t, i / t.height(), numbers);
             }
-            const float *scales = s.spans() ? spanning_scales.data() : tile_scales.data();
-            for (int64_t i = row; i < stop; i += HEIGHT) write(s, m, i, std::min(i + HEIGHT, stop), scales, first, is_faulty, pieces);
+            const float *scales = t.spans() ? spanning_scales.data() : tile_scales.data();
+            for (int64_t i = row; i < stop; i += HEIGHT) write(t, m, i, std::min(i + HEIGHT, stop), scales, first, is_faulty, pieces);
         }
     });
 }
@@ -265,70 +266,82 @@ template <class F, class Y> INLINE void decode(typename Y::Bits *out, const uint
 }
 
 // Call ``work(row, scale_inv of its columns)`` for each of these rows.
-template <class Work> INLINE void with_scales(const Scaling &s, int64_t from, int64_t to, Work work) {
-    std::vector<float> memory(s.cols), tiles(s.tiles());
+template <class Work> INLINE void with_scales(const Target &t, int64_t from, int64_t to, Work work) {
+    std::vector<float> memory(t.cols), tiles(t.tiles());
     const float *scales = nullptr;
     for (int64_t row = from; row < to; row++) {
-        if (row == from || row % s.height() == 0) {
-            int64_t first = row / s.height() * s.scale_row_stride;
-            for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = s.read_scale_inv(first + j * s.scale_col_stride);
-            scales = scales_of_columns(s, tiles.data(), 0, s.cols, memory.data());
+        if (row == from || row % t.height() == 0) {
+            int64_t first = row / t.height() * t.scale_row_stride;
+            for (int64_t j = 0; j < t.tiles(); j++) tiles[j] = t.read_scale_inv(first + j * t.scale_col_stride);
+            scales = scales_of_columns(t, tiles.data(), 0, t.cols, memory.data());
         }
         work(row, scales);
     }
 }
 
-template <class Y> void decode_rows(const Scaling &s, const Matrix<Y> &out, int64_t threads) {
-    in_threads(threads, 0, s.rows, 1, [&](int64_t, int64_t from, int64_t to) {
-        with_scales(s, from, to, [&](int64_t row, const float *scales) {
-            (s.is_e5m2 ? decode<E5M2, Y> : decode<E4M3, Y>)(out.row(row), s.codes + row * s.codes_stride, scales, s.cols);
+template <class Y> void decode_rows(const Target &t, const Matrix<Y> &out, int64_t threads) {
+    in_threads(threads, 0, t.rows, 1, [&](int64_t, int64_t from, int64_t to) {
+        with_scales(t, from, to, [&](int64_t row, const float *scales) {
+            (t.is_e5m2 ? decode<E5M2, Y> : decode<E4M3, Y>)(out.row(row), t.codes + row * t.codes_stride, scales, t.cols);
         });
     });
 }
 
-constexpr int64_t LANES = 8, COUNTED = 8, EXPONENTS = 256;  // of ``totals``: seven sums and the amax; numbers by exponent
+constexpr int64_t LANES = 8;                      // sums of squares, so that a CPU adds as many at a time
+constexpr int64_t COUNTED = 8, EXPONENTS = 256;  // of ``totals``: seven sums and the amax; numbers by exponent
 enum { ELEMENTS, ZEROS, FLUSHED, CLIPPED, NONFINITE, POWER, ERROR, AMAX };
 
-template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m, int64_t threads, double *totals) {
+// Add the counts of a row to ``counts``. Write its finite numbers, and in place of what its codes read each one's error.
+template <class F, class X>
+INLINE void count_row(double *counts, const typename X::Bits *x, const uint8_t *codes, float *numbers, float *errors, int64_t cols) {
+    int32_t zeros = 0, empty = 0, clipped = 0, amax = 0;
+    for (int64_t j = 0; j < cols; j++) {
+        int32_t bits = bits_of(X::value(x[j])), magnitude = bits & MAGNITUDE, code = codes[j] & 0x7F;
+        bits = magnitude < INFINITE ? bits : 0;
+        float number = float_of(bits), read = errors[j], size = float_of(bits & MAGNITUDE);
+        zeros += magnitude == 0;
+        empty += code == 0;
+        clipped += (code == F::infinite - 1) & (size > float_of(bits_of(read) & MAGNITUDE) * F::beyond);
+        amax = std::max(amax, bits & MAGNITUDE);
+        numbers[j] = number;
+        errors[j] = magnitude < INFINITE ? number - read : 0.0f;
+    }
+    counts[ZEROS] += zeros, counts[FLUSHED] += empty - zeros, counts[CLIPPED] += clipped;
+    counts[AMAX] = std::max(counts[AMAX], double(float_of(amax)));
+}
+
+// Add the squares of ``numbers``, whole LANES of them, to LANES sums.
+INLINE void add_squares(double *sums, const std::vector<float> &numbers) {
+    for (size_t j = 0; j < numbers.size(); j += LANES)
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            double number = numbers[j + lane];
+            sums[lane] += number * number;
+        }
+}
+
+template <class F, class X> void count_rows(const Target &t, const Matrix<X> &m, int64_t threads, double *totals) {
     std::vector<std::vector<double>> of_shares(threads, std::vector<double>(COUNTED + EXPONENTS));
-    in_threads(threads, 0, s.rows, 1, [&](int64_t share, int64_t from, int64_t to) {
-        double *counts = of_shares[share].data(), squares[2][LANES] = {};
+    in_threads(threads, 0, t.rows, 1, [&](int64_t share, int64_t from, int64_t to) {
+        double *counts = of_shares[share].data(), power[LANES] = {}, error[LANES] = {};
         int64_t bins[4][EXPONENTS] = {};  // four, as numbers in a row often have the same exponent
-        std::vector<float> numbers((s.cols + LANES - 1) / LANES * LANES), errors(numbers.size());
-        with_scales(s, from, to, [&](int64_t row, const float *scales) {
+        std::vector<float> numbers((t.cols + LANES - 1) / LANES * LANES), errors(numbers.size());
+        with_scales(t, from, to, [&](int64_t row, const float *scales) {
             const typename X::Bits *x = m.row(row);
-            const uint8_t *codes = s.codes + row * s.codes_stride;
-            decode<F, Float32>((uint32_t *)errors.data(), codes, scales, s.cols);
-            int32_t zeros = 0, empty = 0, clipped = 0, amax = 0;
-            for (int64_t j = 0; j < s.cols; j++) {
-                int32_t bits = bits_of(X::value(x[j])), magnitude = bits & MAGNITUDE, code = codes[j] & 0x7F;
-                bits = magnitude < INFINITE ? bits : 0;
-                float number = float_of(bits), read = errors[j], size = float_of(bits & MAGNITUDE);
-                zeros += magnitude == 0;
-                empty += code == 0;
-                clipped += (code == F::infinite - 1) & (size > float_of(bits_of(read) & MAGNITUDE) * F::beyond);
-                amax = std::max(amax, bits & MAGNITUDE);
-                numbers[j] = number;
-                errors[j] = magnitude < INFINITE ? number - read : 0.0f;
-            }
-            for (size_t j = 0; j < numbers.size(); j += LANES)
-                for (int64_t lane = 0; lane < LANES; lane++) {
-                    double number = numbers[j + lane], error = errors[j + lane];
-                    squares[0][lane] += number * number;
-                    squares[1][lane] += error * error;
-                }
-            for (int64_t j = 0; j < s.cols; j++) bins[j & 3][bits_of(X::value(x[j])) >> 23 & 0xFF]++;
-            counts[ZEROS] += zeros, counts[FLUSHED] += empty - zeros, counts[CLIPPED] += clipped;
-            counts[AMAX] = std::max(counts[AMAX], double(float_of(amax)));
+            const uint8_t *codes = t.codes + row * t.codes_stride;
+            decode<F, Float32>((uint32_t *)errors.data(), codes, scales, t.cols);
+            count_row<F, X>(counts, x, codes, numbers.data(), errors.data(), t.cols);
+            add_squares(power, numbers);
+            add_squares(error, errors);
+            for (int64_t j = 0; j < t.cols; j++) bins[j & 3][bits_of(X::value(x[j])) >> 23 & 0xFF]++;
         });
-        for (int64_t lane = 0; lane < LANES; lane++) counts[POWER] += squares[0][lane], counts[ERROR] += squares[1][lane];
+        for (int64_t lane = 0; lane < LANES; lane++) counts[POWER] += power[lane], counts[ERROR] += error[lane];
         for (auto &some : bins)
             for (int64_t bin = 0; bin < EXPONENTS; bin++) counts[COUNTED + bin] += double(some[bin]);
     });
     for (auto &counts : of_shares)
         for (int64_t i = 0; i < COUNTED + EXPONENTS; i++)
             totals[i] = i == AMAX ? std::max(totals[i], counts[i]) : totals[i] + counts[i];
-    totals[ELEMENTS] = double(s.rows * s.cols), totals[NONFINITE] = totals[COUNTED + EXPONENTS - 1];
+    totals[ELEMENTS] = double(t.rows * t.cols), totals[NONFINITE] = totals[COUNTED + EXPONENTS - 1];
 }
 
 // Write a row of a gated activation of h = (gate | up) or, given its gradient dy, h's, by one rounding for each operation
@@ -355,29 +368,29 @@ INLINE void multiply_gate(
 
 // Write the amax of tiles that span all rows, or, from another row than 0 on, raise it to that of these rows; whether one
 // has inf or NaN. x: where row 0 of the matrix would be. kind: float32, bfloat16, float16.
-extern "C" int octavo_amax(const Scaling *s, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads) {
-    return on_kind(kind, x, stride, [&](auto m) { return amax(*s, m, from, to, threads); });
+extern "C" int octavo_amax(const Target *t, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads) {
+    return on_kind(kind, x, stride, [&](auto m) { return amax(*t, m, from, to, threads); });
 }
 
 // Write all else of rows that begin whole tiles; ``faulty``: what octavo_amax has told of them, or -1 to ask it here.
 extern "C" void octavo_cast(
-    const Scaling *s, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads, int faulty) {
+    const Target *t, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads, int faulty) {
     on_kind(kind, x, stride, [&](auto m) {
-        cast(*s, m, from, to, faulty < 0 ? s->spans() && amax(*s, m, from, to, threads) : faulty, threads);
+        cast(*t, m, from, to, faulty < 0 ? t->spans() && amax(*t, m, from, to, threads) : faulty, threads);
     });
 }
 
 // Write what codes times scale_inv read to dense rows of float32 or bfloat16.
-extern "C" void octavo_decode(const Scaling *s, void *out, int kind, int64_t threads) {
-    if (kind == FLOAT32) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
-    else decode_rows(*s, Matrix<BFloat16>{(uint16_t *)out, s->cols}, threads);
+extern "C" void octavo_decode(const Target *t, void *out, int kind, int64_t threads) {
+    if (kind == FLOAT32) decode_rows(*t, Matrix<Float32>{(uint32_t *)out, t->cols}, threads);
+    else decode_rows(*t, Matrix<BFloat16>{(uint16_t *)out, t->cols}, threads);
 }
 
 // Add to ``totals`` [264] what reference/cast_statistics.py's ``measured`` finds of x and its codes.
-extern "C" void octavo_count(const Scaling *s, void *x, int64_t stride, int kind, int64_t threads, double *totals) {
+extern "C" void octavo_count(const Target *t, void *x, int64_t stride, int kind, int64_t threads, double *totals) {
     on_kind(kind, x, stride, [&](auto m) {
-        if (s->is_e5m2) count_rows<E5M2>(*s, m, threads, totals);
-        else count_rows<E4M3>(*s, m, threads, totals);
+        if (t->is_e5m2) count_rows<E5M2>(*t, m, threads, totals);
+        else count_rows<E4M3>(*t, m, threads, totals);
     });
 }
 

@@ -25,7 +25,7 @@ CHUNK = 1 << 18
 CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves memory: this is 256 MiB of float32
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SCALING = Structure("cast", "Scaling")
+TARGET = Structure("cast", "Target")
 PACKED = Structure("nvfp4", "Packed")
 _MATRIX = (c_void_p, c_int64, c_int, c_int64, c_int64, c_int64)  # of a matrix's arguments, see cast._matrix
 _SHARE = 1 << 16  # elements that are worth a thread
@@ -43,7 +43,7 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
     """Return cast.cpp's functions if x is on a CPU that has a compiler, and of a dtype that they take; else None."""
     functions = library("cast") if x.is_cpu and x.itemsize < 8 else None
     if functions is not None and functions.octavo_cast.argtypes is None:
-        SCALING.check(functions)
+        TARGET.check(functions)
         functions.octavo_cast.argtypes = [c_char_p, *_MATRIX, c_int]
         functions.octavo_amax.argtypes = [c_char_p, *_MATRIX]
         functions.octavo_decode.argtypes = [c_char_p, c_void_p, c_int, c_int64]
@@ -80,7 +80,7 @@ def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False
     delayed_address = 0 if delayed is None else delayed.data_ptr() + 4 * scaling.role * delayed.stride(0)
     if by_columns:
         codes, transposed, scale_inv, amax, tile = transposed, codes, scale_inv.t(), amax.t(), tile[::-1]
-    return SCALING.layout.pack(  # in cast.cpp's order: by name a cast would take 3 us longer
+    return TARGET.layout.pack(  # in cast.cpp's order: by name a cast would take 3 us longer
         *(codes.data_ptr(), transposed.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), delayed_address),
         *(*(shape[::-1] if by_columns else shape), codes.stride(0), transposed.stride(0)),
         *(*scale_inv.stride(), *amax.stride(), *tile),
@@ -91,15 +91,15 @@ def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False
 
 def described_packed(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """Return ``described`` of a target whose codes are E2M1's, as nvfp4.cpp reads it."""
-    scaling, laid, across, scale_inv, amax = target
+    scaling, codes, transposed, scale_inv, amax = target
     delayed, place, block_lanes = scaling.delayed_scale, scaling.place, scaling.tile[0]
     delayed_address = 0 if delayed is None else delayed.data_ptr() + 4 * scaling.role * delayed.stride(0)
     if is_along_columns := scaling.tile[1] == 1:  # blocks of 16x1: the contraction is along the columns
-        laid, across, scale_inv, place, block_lanes = across, laid, scale_inv.t(), place[::-1], 1
+        codes, transposed, scale_inv, place, block_lanes = transposed, codes, scale_inv.t(), place[::-1], 1
     rotation, seed = (-1 if number is None else number for number in (scaling.rotation, scaling.seed))
     return PACKED.layout.pack(  # in nvfp4.cpp's order
-        *(laid.data_ptr(), across.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), delayed_address),
-        *(*(shape[::-1] if by_columns else shape), laid.stride(0), across.stride(0), *scale_inv.stride()),
+        *(codes.data_ptr(), transposed.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), delayed_address),
+        *(*(shape[::-1] if by_columns else shape), codes.stride(0), transposed.stride(0), *scale_inv.stride()),
         *(block_lanes, is_along_columns != by_columns, rotation, seed, *place),
         E2M1.limit * 2.0**-scaling.margin,
     )

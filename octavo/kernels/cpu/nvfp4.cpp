@@ -5,11 +5,11 @@ extern "C" {
 
 // A matrix [lanes, terms], contraction last, whose blocks are 16 terms of one lane, or of 16. It may lie transposed.
 struct Packed {
-    uint8_t *laid, *across;  // codes [lanes, terms' / 2] and, of blocks of 16 lanes, [terms, lanes' / 2], or null
+    uint8_t *codes, *transposed;  // codes [lanes, terms' / 2] and, of blocks of 16 lanes, [terms, lanes' / 2], or null
     uint16_t *scale_inv;     // bfloat16, one number a block
     const float *amax;       // of the whole matrix, one number
     const float *delayed_scale;  // the outer scale, or 0 where amax makes it; null: amax does
-    int64_t rows, cols, laid_stride, across_stride, scale_row_stride, scale_col_stride;  // rows and cols: as the matrix lies
+    int64_t rows, cols, codes_stride, transposed_stride, scale_row_stride, scale_col_stride;  // rows and cols: as the matrix lies
     int64_t block_lanes, lanes_are_columns;
     int64_t rotation, seed;          // -1: none
     int64_t first_lane, first_term;  // in the whole matrix
@@ -204,11 +204,11 @@ template <class X> void cast_panel(const Packed &s, const Matrix<X> &m, int64_t 
                 if (scale_inv[j] != scale_inv[j]) codes.at[i][j] = 7;
                 if (i >= written || j >= lanes) codes.at[i][j] = 0;
             }
-    if (s.laid) pack(s.laid + lane * s.laid_stride + block * (BLOCK / 2), s.laid_stride, codes, lanes);
-    if (!s.across) return;
+    if (s.codes) pack(s.codes + lane * s.codes_stride + block * (BLOCK / 2), s.codes_stride, codes, lanes);
+    if (!s.transposed) return;
     Panel<int32_t> across;
     transpose(across, codes);
-    pack(s.across + block * BLOCK * s.across_stride + lane / 2, s.across_stride, across, terms);
+    pack(s.transposed + block * BLOCK * s.transposed_stride + lane / 2, s.transposed_stride, across, terms);
 }
 
 // Return the outer scale of numerics.py and reference/nvfp4.py.
@@ -237,7 +237,7 @@ template <class Y> void decode_rows(const Packed &s, const Matrix<Y> &out, int64
                 alignas(64) uint8_t codes[WIDTH];
                 alignas(64) float numbers[WIDTH];
                 const int width = int(std::min<int64_t>(WIDTH, s.cols - col));
-                const uint8_t *packed = s.laid + row * s.laid_stride + col / 2;
+                const uint8_t *packed = s.codes + row * s.codes_stride + col / 2;
                 for (int k = 0; k < width / 2; k++) codes[2 * k] = packed[k] & 15, codes[2 * k + 1] = packed[k] >> 4;
                 for (int first = 0; first < width; first += BLOCK) {
                     float scale_inv = from_bf16(scales[(col + first) / BLOCK * s.scale_col_stride]);
@@ -261,7 +261,7 @@ extern "C" void octavo_cast_packed(const Packed *s, void *x, int64_t stride, int
     on_kind(kind, x, stride, [&](auto m) { cast(*s, m, from, to, threads); });
 }
 
-// Write what the codes ``laid`` [rows, cols] times scale_inv read to dense rows of float32 or bfloat16.
+// Write what ``codes`` [rows, cols] times scale_inv read to dense rows of float32 or bfloat16.
 extern "C" void octavo_decode_packed(const Packed *s, void *out, int kind, int64_t threads) {
     if (kind == FLOAT32) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
     else decode_rows(*s, Matrix<BFloat16>{(uint16_t *)out, s->cols}, threads);

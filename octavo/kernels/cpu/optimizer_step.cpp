@@ -148,23 +148,35 @@ INLINE void random_bits(uint32_t *drawn, uint32_t key, int64_t first, int width)
 }
 
 INLINE void read_gradient(float *g, const Update &u, const Step &s, const Place &p) {
-    if (u.gradient_kind == FLOAT32) std::memcpy(g, (const float *)u.gradient + p.offset, sizeof(float) * p.width);
     const uint16_t *half = (const uint16_t *)u.gradient + p.offset;
-    if (u.gradient_kind == BFLOAT16) for (int j = 0; j < p.width; j++) g[j] = from_bf16(half[j]);
-    if (u.gradient_kind == FLOAT16) for (int j = 0; j < p.width; j++) g[j] = from_half(half[j]);
-    if (u.gradient_kind == CODES) {
+    switch (u.gradient_kind) {
+    case FLOAT32:
+        std::memcpy(g, (const float *)u.gradient + p.offset, sizeof(float) * p.width);
+        break;
+    case BFLOAT16:
+        for (int j = 0; j < p.width; j++) g[j] = from_bf16(half[j]);
+        break;
+    case FLOAT16:
+        for (int j = 0; j < p.width; j++) g[j] = from_half(half[j]);
+        break;
+    case CODES: {
         const uint8_t *codes = (const uint8_t *)u.gradient + p.offset;
         float scale_inv = u.gradient_scale_inv[u.gradient_by_rows ? p.scale_index() : p.row / BLOCK];
         for (int j = 0; j < p.width; j++) g[j] = decode(codes[j], E4M3) * scale_inv;
+        break;
     }
-    if (s.divisor != 1.0f) for (int j = 0; j < p.width; j++) g[j] = g[j] / s.divisor;
-    if (s.maximize) for (int j = 0; j < p.width; j++) g[j] = -g[j];
+    }
+    if (s.divisor != 1.0f)
+        for (int j = 0; j < p.width; j++) g[j] = g[j] / s.divisor;
+    if (s.maximize)
+        for (int j = 0; j < p.width; j++) g[j] = -g[j];
 }
 
 template <const Format &f>
 INLINE void read_codes(float *x, const uint8_t *codes, float scale_inv, const Moment &m, int width) {
     for (int j = 0; j < width; j++) x[j] = decode(codes[j], f) * scale_inv;
-    if (m.root) for (int j = 0; j < width; j++) x[j] = x[j] * x[j];
+    if (m.root)
+        for (int j = 0; j < width; j++) x[j] = x[j] * x[j];
 }
 
 // Write codes and, where each block finds its own, their scale_inv; return the block's amax.
@@ -172,15 +184,19 @@ template <const Format &f>
 INLINE float write_codes(uint8_t *codes, const float *x, const Moment &m, const Place &p, const uint32_t *random) {
     float amax = finite_amax(x, p.width), scale = m.scale ? *m.scale : scale_from_amax(amax, f.max, false);
     if (!m.scale) m.scale_inv[m.one_scale ? 0 : p.scale_index()] = 1.0f / scale;
-    if (m.hybrid) for (int j = 0; j < p.width; j++) codes[j] = encode_hybrid(x[j] * scale, f, random[j], codes[j]);
-    else if (m.stochastic) for (int j = 0; j < p.width; j++) codes[j] = encode_stochastic(x[j] * scale, f, random[j]);
-    else for (int j = 0; j < p.width; j++) codes[j] = encode_nearest(x[j] * scale, f);
+    if (m.hybrid)
+        for (int j = 0; j < p.width; j++) codes[j] = encode_hybrid(x[j] * scale, f, random[j], codes[j]);
+    else if (m.stochastic)
+        for (int j = 0; j < p.width; j++) codes[j] = encode_stochastic(x[j] * scale, f, random[j]);
+    else
+        for (int j = 0; j < p.width; j++) codes[j] = encode_nearest(x[j] * scale, f);
     return amax;
 }
 
 INLINE void read_moment(float *x, const Moment &m, const Place &p) {
     if (m.kind == FLOAT32) std::memcpy(x, (const float *)m.data + p.offset, sizeof(float) * p.width);
-    if (m.kind == BFLOAT16) for (int j = 0; j < p.width; j++) x[j] = from_bf16(((const uint16_t *)m.data)[p.offset + j]);
+    if (m.kind == BFLOAT16)
+        for (int j = 0; j < p.width; j++) x[j] = from_bf16(((const uint16_t *)m.data)[p.offset + j]);
     if (m.kind != CODES) return;
     const uint8_t *codes = (const uint8_t *)m.data + p.offset;
     float scale_inv = m.scale_inv[m.one_scale ? 0 : p.scale_index()];
@@ -196,12 +212,14 @@ INLINE void write_moment(float *x, const Moment &m, const Place &p, const uint32
     if (m.kind == FLOAT32) std::memcpy((float *)m.data + p.offset, x, sizeof(float) * p.width);
     if (m.kind == BFLOAT16) {
         uint16_t *half = (uint16_t *)m.data + p.offset;
-        if (m.stochastic) for (int j = 0; j < p.width; j++) half[j] = to_bf16_stochastic(x[j], random[j]);
-        else for (int j = 0; j < p.width; j++) {
-            uint16_t nearest = to_bf16(x[j]);
-            bool is_unchanged = ((nearest ^ half[j]) & 0x7FFF) == 0;
-            half[j] = m.hybrid && is_unchanged ? to_bf16_stochastic(x[j], random[j]) : nearest;
-        }
+        if (m.stochastic)
+            for (int j = 0; j < p.width; j++) half[j] = to_bf16_stochastic(x[j], random[j]);
+        else
+            for (int j = 0; j < p.width; j++) {
+                uint16_t nearest = to_bf16(x[j]);
+                bool is_unchanged = ((nearest ^ half[j]) & 0x7FFF) == 0;
+                half[j] = m.hybrid && is_unchanged ? to_bf16_stochastic(x[j], random[j]) : nearest;
+            }
     }
     if (m.kind != CODES) return;
     uint8_t *codes = (uint8_t *)m.data + p.offset;

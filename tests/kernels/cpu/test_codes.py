@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.formats import E2M1
+from octavo.kernels.arguments import CastTarget, Scaling
 from octavo.kernels.cpu import codes
-from octavo.kernels.cpu.codes import row_slices, threads_for
+from octavo.kernels.cpu.codes import described, described_packed, row_slices, threads_for
 
 
 @pytest.mark.parametrize("unit", [1, 3, 128])
@@ -31,6 +33,55 @@ def test_threads_are_as_many_as_the_elements_are_worth(monkeypatch: pytest.Monke
     assert [threads_for(elements) for elements in (0, 100, 1 << 17, 1 << 20)] == [1, 1, 2, 3]
 
 
+def test_fields_of_a_target_are_packed_in_the_order_of_the_source() -> None:
+    delayed, (rows, cols), tile = torch.zeros(3, 7), (5, 9), (2, 3)
+    q, t, scale_inv, amax = (torch.zeros(shape) for shape in ((11, 13), (17, 19), (23, 29), (31, 37)))
+    scaling = Scaling(torch.float8_e5m2, tile, True, 1, delayed, 2)
+    assert described(CastTarget(scaling, q, t, scale_inv, amax), (rows, cols)) == codes.TARGET.pack(
+        codes=q.data_ptr(),
+        transposed=t.data_ptr(),
+        scale_inv=scale_inv.data_ptr(),
+        amax=amax.data_ptr(),
+        delayed_scale=delayed[2].data_ptr(),
+        rows=rows,
+        cols=cols,
+        codes_stride=13,
+        transposed_stride=19,
+        scale_row_stride=29,
+        scale_col_stride=1,
+        amax_row_stride=37,
+        amax_col_stride=1,
+        tile_rows=2,
+        tile_cols=3,
+        is_e8m0=False,
+        is_e5m2=True,
+        power_of_two=True,
+        limit=57344.0 / 2,
+    )
+    q, t = q.to(torch.uint8), t.to(torch.uint8)
+    scaling = Scaling(E2M1.dtype, (16, 16), False, 0, delayed, 2, rotation=3, seed=4, place=(6, 7))
+    assert described_packed(CastTarget(scaling, q, t, scale_inv, amax), (rows, cols)) == codes.PACKED.pack(
+        codes=q.data_ptr(),
+        transposed=t.data_ptr(),
+        scale_inv=scale_inv.data_ptr(),
+        amax=amax.data_ptr(),
+        delayed_scale=delayed[2].data_ptr(),
+        rows=rows,
+        cols=cols,
+        codes_stride=13,
+        transposed_stride=19,
+        scale_row_stride=29,
+        scale_col_stride=1,
+        block_lanes=16,
+        lanes_are_columns=False,
+        rotation=3,
+        seed=4,
+        first_lane=6,
+        first_term=7,
+        limit=E2M1.limit,
+    )
+
+
 @pytest.mark.parametrize(("name", "load"), [("cast", codes.compiled), ("nvfp4", codes.compiled_packed)])
 def test_functions_take_the_parameters_of_their_source(name: str, load: Callable[[Tensor], CDLL | None]) -> None:
     functions, source = load(torch.ones(1)), Path(codes.__file__).with_name(f"{name}.cpp").read_text(encoding="utf-8")
@@ -38,5 +89,5 @@ def test_functions_take_the_parameters_of_their_source(name: str, load: Callable
     assert functions is not None and declared
     for function, parameters in declared:
         types = [parameter.split()[-1 if "*" in parameter else 0] for parameter in parameters.split(",")]
-        numbers = {"int": c_int, "int64_t": c_int64, "*s": c_char_p}
+        numbers = {"int": c_int, "int64_t": c_int64, "*s": c_char_p, "*t": c_char_p}
         assert getattr(functions, function).argtypes == [numbers.get(of, c_void_p) for of in types], function

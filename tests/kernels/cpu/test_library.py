@@ -45,7 +45,7 @@ def test_without_a_compiler_the_reference_runs_and_a_warning_says_so_once(
 
 
 STEP = [optimizer_step.MOMENT, optimizer_step.MASTER, optimizer_step.STEP, optimizer_step.UPDATE]
-STRUCTURES = {"cast": [codes.SCALING], "nvfp4": [codes.PACKED], "optimizer_step": STEP}
+STRUCTURES = {"cast": [codes.TARGET], "nvfp4": [codes.PACKED], "optimizer_step": STEP}
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -57,7 +57,7 @@ def test_structures_are_read_as_the_source_declares_them(name: str) -> None:
 
 
 def test_a_structure_has_the_fields_of_its_declaration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dict(itertools.islice(codes.SCALING.letters.items(), 3, 6)) == {
+    assert dict(itertools.islice(codes.TARGET.letters.items(), 3, 6)) == {
         "amax": "P",
         "delayed_scale": "P",
         "rows": "q",
@@ -79,9 +79,9 @@ def test_a_structure_has_the_fields_of_its_declaration(tmp_path: Path, monkeypat
 def test_a_library_whose_structure_has_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = codes.compiled(torch.ones(1))
     assert functions is not None
-    monkeypatch.setattr(codes.SCALING, "layout", codes.PACKED.layout)
-    with pytest.raises(RuntimeError, match=r"Scaling has 152 bytes in C\+\+, 144 by its \['codes', 'transp"):
-        codes.SCALING.check(functions)
+    monkeypatch.setattr(codes.TARGET, "layout", codes.PACKED.layout)
+    with pytest.raises(RuntimeError, match=r"Target has 152 bytes in C\+\+, 144 by its \['codes', 'transp"):
+        codes.TARGET.check(functions)
 
 
 @pytest.fixture
