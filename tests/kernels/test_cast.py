@@ -81,7 +81,7 @@ def check_amax(ops: Ops, x: Tensor, tile: tuple[int, int]) -> None:
 def test_any_cast(ops: Ops, seed: int) -> None:
     """A cast of a tensor, an activation, its gradient, a norm or groups, by one scaling or two, is the definition's."""
     assert library("cast") is not None
-    check_casts(ops, 4 if ops.kernels else 30, seed)
+    check_casts(ops, 4 if ops.kernels else 30 if seed > 7 else 20, seed)
 
 
 def test_the_cast_of_an_activations_gradient_casts_the_activation_too(ops: Ops) -> None:

@@ -1,5 +1,6 @@
 """Casts of activations and of their gradients, where halves, tails and codes are special; test_cast.py has any."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -19,10 +20,8 @@ pytestmark = pytest.mark.gpu
 def test_padding_of_the_second_half(kernels: TritonKernels, cols: int) -> None:
     # after 20 it lies in the tiles that hold the half, after the others it ends beyond them
     dy, h = torch.randn(21, cols).bfloat16(), torch.randn(21, 2 * cols).bfloat16()
-    for tile in (ALL, (1, -1), (-1, 1), (16, 1)):
-        for transpose in (False, True):
-            how = None, 0, E4M3, tile, False, 0, transpose, 16, True, "reglu", h
-            check(kernels.cast, Call("cast", (dy, *how)), True)
+    for tile, transpose in itertools.product((ALL, (1, -1), (-1, 1), (16, 1)), (False, True)):
+        check(kernels.cast, Call("cast", (dy, None, 0, E4M3, tile, False, 0, transpose, 16, True, "reglu", h)), True)
 
 
 @pytest.mark.covering(1)
