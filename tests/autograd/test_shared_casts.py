@@ -19,6 +19,7 @@ from octavo.autograd.shared_casts import MOST_HELD
 from octavo.scaling import delayed
 from octavo.scaling.delayed import IN_CUDA_GRAPH, empty_state, facts_of
 from octavo.scaling.recipe import INPUT, WEIGHT
+from tests.support.combinations import in_full
 from tests.support.helpers import FP8_RECIPES, CountOps, thread_pool
 
 T, K = 32, 64
@@ -195,7 +196,8 @@ def squares(layers_and_inputs):
     return outputs, sum(y.square().sum() for y in outputs)
 
 
-@pytest.mark.parametrize("seed", [7, 12, 14, 18, *range(4)])  # the first four share after parameters were read
+# the first four share after parameters were read
+@pytest.mark.parametrize("seed", [7, 12, 14, 18, 0, 1, *in_full((2,), (3,))])
 def test_layers_compute_what_layers_of_copied_inputs_do(seed):
     """Bit for bit, in any order of inputs that are shared, read alone, or cast without a number (parameters, norms)."""
     draw, torch_draw = random.Random(seed), torch.Generator().manual_seed(seed)

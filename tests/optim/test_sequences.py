@@ -295,7 +295,7 @@ def play(seed: int) -> None:
         raise
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(30, 1200, 30))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(15, 1200, 15))])
 def test_an_optimizer_and_its_twin(first):
-    for seed in range(first, first + 30):
+    for seed in range(first, first + 15):
         play(seed)
