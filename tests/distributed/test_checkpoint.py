@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
@@ -37,15 +38,15 @@ from tests.support.damage import damaged_bytes, with_another
 from tests.support.helpers import stepped
 from tests.support.sharded_weights import held, sharded, steps
 
+# The names alone count; Inductor would be imported, for seconds.
+compiled = functools.partial(torch.compile, backend="eager")
+
 
 def wrapped(mesh: Any, folder: str) -> list[str]:
     """Return what differs after a checkpoint of a model in DistributedDataParallel, then compiled, then in both."""
     differing, ranks = [], Ranks(mesh.get_group())
-
-    def parallel(net: nn.Module) -> Any:
-        return DistributedDataParallel(net, process_group=mesh.get_group())
-
-    for number, wrap in enumerate((parallel, torch.compile, lambda net: parallel(torch.compile(net)))):
+    parallel = functools.partial(DistributedDataParallel, process_group=mesh.get_group())
+    for number, wrap in enumerate((parallel, compiled, lambda net: parallel(compiled(net)))):
         nets = [stored.model("dynamic"), stored.model("dynamic", seed=1)]
         optimizers = [stored.adamw(net) for net in nets]
         steps(nets[0], optimizers[0], 0, 2)
@@ -445,12 +446,12 @@ def test_delayed_state_without_a_place_or_of_another_length(model, tmp_path):
 
 
 def test_names_are_those_of_the_plain_model(model, tmp_path):
-    save_checkpoint(tmp_path, torch.compile(model))
+    save_checkpoint(tmp_path, compiled(model))
     again = build(seed=1)
     load_checkpoint(tmp_path, again)
     assert equal(again.state_dict(), model.state_dict())
     assert equal(octavo.nn.delayed_state_dict(again), octavo.nn.delayed_state_dict(model))
-    again = torch.compile(build(seed=1))
+    again = compiled(build(seed=1))
     load_checkpoint(tmp_path, again)
     assert octavo.nn.delayed_state_dict(again)["_orig_mod.0.delayed_scale"].all()
 

@@ -19,10 +19,9 @@ from octavo import recipes
 from octavo.distributed import expert_parallel
 from octavo.nn.experts import feed_forward
 from octavo.weights.gathered import check_layers_agree
-from tests.nn.test_experts import GroupedExperts
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 from tests.support.combinations import in_full
-from tests.support.expert_models import RECIPES, Mixture, batch, built, whole
+from tests.support.expert_models import RECIPES, GroupedExperts, Mixture, batch, built, whole
 from tests.support.helpers import every_layer
 
 SIZES = [24, 0, 7, 13]  # tokens of each rank

@@ -72,8 +72,10 @@ def two_layers(recipe: Any, storage: Any, trained: bool, width: int = 320, exper
     return octavo.convert(nn.Sequential(*layers).requires_grad_(trained), recipe, every_layer, storage)
 
 
-def written(folder: Any) -> None:
-    """Write checkpoints of such layers."""
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: Any) -> Any:
+    """Write checkpoints of such layers; return their folder."""
+    folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)
     net, wide = (nn.Sequential(nn.Linear(256, n, **BF16), nn.Linear(n, 256, **BF16)) for n in (320, 512))
     models = {"codes": (wide, ANY_SCALES), "powers": (wide, recipes.blockwise()), "blocks": (net, recipes.blockwise())}
@@ -87,6 +89,7 @@ def written(folder: Any) -> None:
         (folder / name).mkdir()
         safetensors.save_file(model.state_dict(), folder / name / "model.safetensors")
         (folder / name / "config.json").write_text("{}")
+    return folder
 
 
 CASES = {
@@ -135,9 +138,8 @@ def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:2 layers have sizes:UserWarning")
 @pytest.mark.parametrize("parallel", [False, True], ids=["FSDP2", "tensor parallel"])
-def test_shards_hold_what_loading_the_whole_and_sharding_gives(pool, tmp_path, parallel):
-    written(tmp_path)
-    assert pool.run(wrong_loads, (1, 2) if parallel else (2,), tmp_path, parallel) == [[], []]
+def test_shards_hold_what_loading_the_whole_and_sharding_gives(pool, checkpoints, parallel):
+    assert pool.run(wrong_loads, (1, 2) if parallel else (2,), checkpoints, parallel) == [[], []]
 
 
 def codes_of_columns(mesh: Any) -> str:

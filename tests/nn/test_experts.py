@@ -27,6 +27,7 @@ from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, k
 from octavo.scaling.recipe import WEIGHT
 from octavo.weights.stored import StoredWeight
 from tests.support import expert_models
+from tests.support.expert_models import GroupedExperts
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, padded_as_on_gpu, sqnr
 from tests.support.stored_weights import STORED, of_codes, store
@@ -392,22 +393,6 @@ def test_parts_are_not_their_holders_owners() -> None:
     stored.gate_up(torch.randn(8, H), routing.offsets)
     assert stored.to("meta").gate_up.delayed_scale.is_meta
     assert not stored.to_empty(device="cpu").gate_up.delayed_scale.is_meta
-
-
-class GroupedExperts(nn.Module):
-    """The structure of torchtitan's GroupedExperts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = E
-        self.w1, self.w3 = (nn.Parameter(torch.randn(E, N, H)) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(E, H, N))
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        rows = x[: int(num_tokens_per_expert.sum())].split(num_tokens_per_expert.int().tolist())
-        experts = zip(rows, self.w1, self.w2, self.w3, strict=True)
-        y = torch.cat([(nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in experts])
-        return torch.cat([y, y.new_zeros(len(x) - len(y), H)])
 
 
 class NamedByShapes(GroupedExperts):

@@ -192,7 +192,7 @@ def run_of(kind: str, fuse: bool) -> Run:
     return Run(values, in_autocast, tokens, arguments, ops.calls["matmul"])
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), *[*ATTENTIONS][1:]])
 def test_attention_computes_what_its_own_class_does(kind: str) -> None:
     """Attention computes as its class does; under mx no scale is of two layers, so joined layers have equal codes."""
     fused, plain = run_of(kind, True), run_of(kind, False)
@@ -581,7 +581,7 @@ class Traffic(TorchDispatchMode):
 
 BLOCKS = [
     ("llama", 8, "delayed", 4.77, 20),
-    ("llama", 16, "delayed", 4.92, 20),
+    pytest.param("llama", 16, "delayed", 4.92, 20, marks=pytest.mark.full),
     ("llama", 16, "dynamic", 4.92, 20),
     ("llama", 16, "blockwise", 4.96, 20),
     ("qwen3", 8, "delayed", 5.93, 30),

@@ -12,7 +12,7 @@ import octavo
 from octavo import recipes
 from tests.support.helpers import FP8_RECIPES
 
-H, K, TOKENS = 32, 2, 24
+E, H, N, K, TOKENS = 4, 32, 48, 2, 24
 
 RECIPES = FP8_RECIPES | {
     "short history": lambda: recipes.delayed(history_length=2),  # begins anew within a few steps
@@ -40,6 +40,22 @@ class Stored(nn.Module):
         return self.act_fn(gate) * up
 
 
+class GroupedExperts(nn.Module):
+    """The structure of torchtitan's GroupedExperts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = E
+        self.w1, self.w3 = (nn.Parameter(torch.randn(E, N, H)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(E, H, N))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        rows = x[: int(num_tokens_per_expert.sum())].split(num_tokens_per_expert.int().tolist())
+        experts = zip(rows, self.w1, self.w2, self.w3, strict=True)
+        y = torch.cat([(nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in experts])
+        return torch.cat([y, y.new_zeros(len(x) - len(y), H)])
+
+
 class Mixture(nn.Module):
     """A router, experts and a head; ``seen`` of expert numbers may leave some without tokens."""
 
@@ -58,10 +74,10 @@ class Mixture(nn.Module):
         return x + self.experts(x, index, weights.to(x.dtype))
 
 
-def built(kind: str, recipe: str, experts: int = 4, storage: Any = None, **options: Any) -> Mixture:
+def built(kind: str, recipe: str, experts: int = E, storage: Any = None, **options: Any) -> Mixture:
     """Return the same model on every rank; ``storage``: of the experts' weights."""
     torch.manual_seed(0)
-    net: Any = Mixture(kind, experts, 48, **options)
+    net: Any = Mixture(kind, experts, N, **options)
     return octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router", storage)  # type: ignore[return-value]
 
 

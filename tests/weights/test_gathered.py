@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, recipes
@@ -63,6 +62,8 @@ def test_how_a_weight_is_gathered(mesh, recipe, rows, kind, why):
 
 
 def test_what_can_not_be_gathered_in_fp8(mesh):
+    from transformers.pytorch_utils import Conv1D  # here, as ranks import this file too, for their tasks
+
     by_columns = layer(recipes.dynamic(), mesh, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
     assert by_columns.fp8.gather.way(by_columns).why == "it is not sharded by rows"
     alone = fully_shard(octavo.nn.Linear(64, 64), mesh=mesh)

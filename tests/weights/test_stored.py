@@ -370,8 +370,7 @@ def begun_apart(mesh: Any, recipe: str, way: str) -> list[str]:
     optimizers = adamw(net), adamw(whole)
     for each, optimizer in zip((net, whole), optimizers, strict=True):
         steps(each, optimizer, 0, 2)
-    same = [] if torch.equal(*y) else ["output"]
-    return same + differences(held(net, optimizers[0]), held(whole, optimizers[1]), mesh)
+    return ["output"] * (not torch.equal(*y)) + differences(held(net, optimizers[0]), held(whole, optimizers[1]), mesh)
 
 
 @pytest.mark.parametrize("way", ["seeds", "written", pytest.param("saved", marks=pytest.mark.full)])
