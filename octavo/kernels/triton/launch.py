@@ -159,6 +159,7 @@ WORK = 1 << 16  # int32 a stream: amaxes that programs share, of rows and column
 # is ever freed, as launches under way and CUDA graphs use them
 _work: dict[tuple[int, int, bool], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
+_POOL, _FEW = 32, 8  # how many are added to a pool at once, where fewer than so many are left
 
 
 @repeatable
@@ -167,29 +168,27 @@ def workspace(x: Tensor, size: int) -> Tensor:
 
     Launches on a stream follow each other, so each stream has one workspace and no launch clears it. Launches captured
     on the stream have another: torch hands out 32 streams in turn, and a graph may be replayed beside launches on the
-    stream that it was captured on. All workspaces come from one allocation, made and cleared outside any CUDA graph.
+    stream that it was captured on. Workspaces are made and cleared many at once, outside any CUDA graph: by any launch
+    there, also on a stream that has its own, so that later captures find some.
 
     Raises:
-        RuntimeError: if the device's first launch is inside a graph capture.
+        RuntimeError: if no launch since the last _FEW captures on new streams was outside a graph capture.
     """
     if size > WORK:
         return torch.zeros(size, dtype=torch.int32, device=x.device)
     index = x.get_device()
-    stream_key = (current_raw_stream(index), torch.cuda.is_current_stream_capturing()) if index >= 0 else (0, False)
-    if (work := _work.get((index, *stream_key))) is None:
-        work = _work[index, *stream_key] = _next_work(x.device, index)
-    return work
-
-
-def _next_work(device: torch.device, index: int) -> Tensor:
-    """Return a workspace that no stream has yet, from the pool of a device, which the first call allocates."""
-    if not (pool := _pools.get(index)):
-        if index >= 0 and is_capturing():
+    captures = index >= 0 and torch.cuda.is_current_stream_capturing()
+    key = index, current_raw_stream(index) if index >= 0 else 0, captures
+    pool = _pools.setdefault(index, [])
+    if len(pool) < _FEW and not captures:
+        pool += torch.zeros(_POOL, WORK, dtype=torch.int32, device=x.device).unbind()
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)  # other streams will use the pool
+    if key not in _work:
+        if not pool:
             raise RuntimeError("run the step once before capturing it in a CUDA graph: octavo's scratch is made there")
-        pool = _pools[index] = list(torch.zeros(32, WORK, dtype=torch.int32, device=device).unbind())
-        if index >= 0:
-            torch.cuda.synchronize(device)  # other streams will use the pool
-    return pool.pop()
+        _work[key] = pool.pop()
+    return _work[key]
 
 
 @repeatable
