@@ -30,10 +30,10 @@ def test_the_table(kernels: TritonKernels) -> None:
         assert limits == sorted(set(limits)), f"{kernel}: sizes must ascend"
         for _, *row in rows:
             config = launch.Config(*row)
-            for size in (config.block_r, config.block_c):
+            for size in (config.tile_r, config.tile_c):
                 assert size.bit_count() == 1 and size <= 2**14, kernel
-            assert config.block_c % PADDING == 0, f"{kernel}: rows are padded"
-            assert config.block_r * config.block_c <= 2**20, f"{kernel}: more than Triton allows"
+            assert config.tile_c % PADDING == 0, f"{kernel}: rows are padded"
+            assert config.tile_r * config.tile_c <= 2**20, f"{kernel}: more than Triton allows"
             assert config.num_warps in (1, 2, 4, 8, 16) and config.depth >= 1, kernel
 
 
