@@ -33,8 +33,8 @@ Casts equal their reference bit for bit; those that compute an exp or a row's su
 
 A *tile* is what a program reads at once, [tile_r, tile_c], and a *block* is what shares a scale, (block_r, block_c).
 Elsewhere that is a granularity's tile: so are an op's argument ``tile`` and that field of arguments.py's values named.
-A program's *part* is all its work: some tiles one below the other, in a *strip* of columns. What it adds up for others
-to add are *partial* sums.
+A program's *part* is all that it writes: some tiles one below the other in a *strip* of columns, of a product one tile.
+What it adds up for others to add are *partial* sums.
 """
 
 from collections.abc import Callable
