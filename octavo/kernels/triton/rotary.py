@@ -96,11 +96,11 @@ def rotary(heads: RotaryHeads) -> Tensor:
         return result
     cos, sin, half = cos.contiguous(), sin.contiguous(), width // 2
     laid = [x if x.stride(3) == 1 else x.contiguous() for x in inputs]
-    heads = [Heads(x, x.shape[2], *x.stride()[:3]) for x in laid]
+    sources = [Heads(x, x.shape[2], *x.stride()[:3]) for x in laid]
     tokens, tile_c = sequences * positions, max(triton.next_power_of_2(half), 16)
     tile_r = max(ELEMENTS // tile_c, 1)
     programs = triton.cdiv(tokens, tile_r) * triton.cdiv(sum(x.shape[2] for x in laid), HEADS)
     angles = cos, sin, 0 if len(cos) == 1 else cos.stride(0)
     constants = half, cos.shape[2] - half, inverse, HEADS, tile_r, tile_c
-    launch(rotary_kernel, programs, (*heads, *angles, result, tokens, positions, *constants), 4)
+    launch(rotary_kernel, programs, (*sources, *angles, result, tokens, positions, *constants), 4)
     return result
