@@ -207,7 +207,7 @@ def products_table() -> str:
     """Return the table of docs/kernels.md: products by octavo's kernel and by torch's."""
     rows = {row["op"]: row for row in read("kernels") if row["op"] in cases.PRODUCTS or "torch" in row["op"]}
     lines = []
-    for name in cases.TILES:
+    for name in cases.PRODUCT_BLOCKS:
         pairs = [rows.get(f"{name}, {who}{fast}") for fast in (", fast", "") for who in ("Triton", "torch")]
         lines.append([name, *("" if row is None else row["rate"] for row in pairs)])
     ways = [f"{who}, {sums}" for sums in ("short sums", "float32 sums") for who in ("Triton", "torch")]

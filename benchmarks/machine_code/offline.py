@@ -18,7 +18,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 
 from octavo.kernels.triton.prologue import Input
-from octavo.kernels.triton.tiles import Source
+from octavo.kernels.triton.tiles import BlockScales, Source
 from tests.support.emulated import DEVICES, as_gpu
 
 SHARED_MEMORY = {capability: shared for capability, (shared, _) in DEVICES.items()}
@@ -70,7 +70,9 @@ def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
         launcher = original.fget(kernel)
 
         def recorded(x: int, y: int, z: int, *args: Any) -> None:
-            tiled = {part.ptr.data_ptr(): part.ptr.nbytes for part in args if isinstance(part, (Source, Input))}
+            tiled = {
+                part.ptr.data_ptr(): part.ptr.nbytes for part in args if isinstance(part, (Source, BlockScales, Input))
+            }
             launches.append(Launch(kernel, (x, y, z), sum(tiled.values())))
             launcher(x, y, z, *args)
 

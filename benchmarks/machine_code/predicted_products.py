@@ -120,8 +120,8 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
         operands = ProductArguments(a, b, None)
         triton_matmul(operands, torch.bfloat16, False)
         config, parts, terms, read = product_config(a, b, (M, N)), 1, K, (M + N) * K
-    step = tiling_of(a, b, False, config, terms).block_k
-    return Work(config, parts * -(-M // config.block_r) * -(-N // config.block_c), terms, step, read)
+    step = tiling_of(a, b, False, config, terms).tile_k
+    return Work(config, parts * -(-M // config.tile_r) * -(-N // config.tile_c), terms, step, read)
 
 
 def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str, object]:
@@ -130,7 +130,7 @@ def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str,
     with offline(capability) as launches:
         config, programs, terms, step, codes = launched(name, shape)
     ((kernel, *_),) = launches
-    tile_m, tile_n = config.block_r, config.block_c
+    tile_m, tile_n = config.tile_r, config.tile_c
     loop = next(loop for loop in loops(kernel) if any(re.match("QGMMA|UTCQMMA", i.name) for i in loop))
     counts, used = Counter(i.name.partition(".")[0] for i in loop), resources(kernel)
 

@@ -74,7 +74,7 @@ def grid_of(kind: str, bucket: int, extent: Extent) -> Sequence[ConfigNumbers]:
     is_product = kind.startswith("matmul")
     least_rows = (SECTOR_BYTES if bucket == LARGE else LEAST_ROWS) if "transpose" in kind else 1
     for row_factor, col_factor, warp_factor, depth_factor in itertools.product(factors, repeat=4):
-        rows, cols = int(base.block_r * row_factor), int(base.block_c * col_factor)
+        rows, cols = int(base.tile_r * row_factor), int(base.tile_c * col_factor)
         depth = base.depth + round(math.log2(depth_factor)) if is_product else max(1, int(base.depth * depth_factor))
         warps = min(MOST_WARPS, int(base.num_warps * warp_factor))
         if row_factor * col_factor / warp_factor in factors and rows >= least_rows and warps > 0:

@@ -105,14 +105,14 @@ def test_the_flag_leaves_everything_as_it_is(tile: tuple[int, int], scales: str,
 
 @pytest.mark.gpu
 def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> None:
-    work_of = kernels.module("multi_tensor_cast")._work_of
+    table_of = kernels.module("multi_tensor_cast")._table_of
     xs, out = weights()[-2:], Outputs(*(group[-2:] for group in outputs(ALL, E4M3)))
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
-    misses = work_of.cache_info().misses
+    misses = table_of.cache_info().misses
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
-    assert work_of.cache_info().misses == misses
+    assert table_of.cache_info().misses == misses
     kernels.multi_tensor_cast(xs[1:], *(group[1:] for group in out), [], WEIGHT, ALL, True, 0, None)
-    assert work_of.cache_info().misses == misses + 1
+    assert table_of.cache_info().misses == misses + 1
 
 
 def test_none_and_what_one_launch_cannot_do(ops: Ops) -> None:
@@ -145,9 +145,9 @@ def test_memory_of_scales_may_have_more_rows(ops: Ops) -> None:
 @pytest.mark.gpu
 def test_a_tuned_row_of_two_tiles_a_program_leaves_no_block_out(kernels: TritonKernels) -> None:
     launch, x, tile = kernels.module("launch"), torch.randn(256, 128), (128, 128)
-    block_r, block_c, _, num_warps = launch.config("cast_blocks_transpose", launch.LARGE)
+    tile_r, tile_c, _, num_warps = launch.config("cast_blocks_transpose", launch.LARGE)
     codes, scale_inv, amax = torch.empty(256, 128, dtype=E4M3), *torch.empty(2, 2, 1)
-    with launch.TileTable.using({"cast_blocks_transpose": [[64, block_r, block_c, 2, num_warps]]}):
+    with launch.TileTable.using({"cast_blocks_transpose": [[64, tile_r, tile_c, 2, num_warps]]}):
         kernels.multi_tensor_cast([x], [codes], [], [scale_inv], [amax], [], WEIGHT, tile, True, 0)
     for ours, theirs in zip((codes, scale_inv), REFERENCE["cast"](x, None, 0, E4M3, tile, True, 0)[:3:2], strict=True):
         assert same_bits(ours, theirs)
@@ -179,10 +179,10 @@ def test_a_table_that_a_graph_reads_outlives_all_others(kernels, monkeypatch):
 @pytest.mark.gpu
 def test_another_stream_waits_until_the_table_is_there(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, other, event, table = mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock()
-    work = kernels.module("multi_tensor_cast")._LaunchTable(table, 1, True, (sender, event))
+    launch_table = kernels.module("multi_tensor_cast")._LaunchTable(table, 1, True, (sender, event))
     for current in (sender, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
-        work.use()
+        launch_table.use()
     sender.wait_event.assert_not_called()
     other.wait_event.assert_called_once_with(event)
     table.record_stream.assert_called_once_with(other)  # or its memory would be given away too early

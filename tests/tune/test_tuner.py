@@ -35,8 +35,8 @@ def test_grids(tuner: ModuleType) -> None:
             assert configs[0] == tuner.TileTable.read(None).config(kind, bucket), kind
             assert len(set(configs)) == len(configs) >= 18, kind
             assert {config.num_warps for config in configs} <= {1, 2, 4, 8, 16} and min(c.depth for c in configs) > 0
-            assert all((c.block_r * c.block_c).bit_count() == 1 for c in configs), kind
-            assert "transpose" not in kind or min(c.block_r for c in configs) >= 16 + 16 * (bucket == 64), kind
+            assert all((c.tile_r * c.tile_c).bit_count() == 1 for c in configs), kind
+            assert "transpose" not in kind or min(c.tile_r for c in configs) >= 16 + 16 * (bucket == 64), kind
 
 
 def test_rows_and_their_gain(tuner: ModuleType, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ A case makes its arguments for a shape: [R, C] of the tensor that is cast, (M, N
 They go to the Triton kernel and to the reference. The bytes of a case are the least that it must move: its inputs once
 (twice if the scale first needs an amax of the whole tensor) and each of its outputs once. All numbers come from a seed.
 
-Products are named by the operands' tiles: delayed and dynamic have tensor . tensor, rowwise has rows . rows, blockwise
+Products are named by the operands' blocks: delayed and dynamic have tensor . tensor, rowwise has rows . rows, blockwise
 has 1x128 . 128x128 for output and grad_input and 1x128 . 1x128 for grad_weight, mx has 1x32 . 1x32.
 """
 
@@ -82,7 +82,7 @@ class Case(NamedTuple):
     reads: int = 1  # how many times it reads its inputs
     inputs: Inputs = _x_alone
     exact: bool = True  # its codes are the reference's; else it may round differently before the cast
-    product: tuple[Any, ...] = ()  # if it is one: both operands' tiles, and fast_accum
+    product: tuple[Any, ...] = ()  # if it is one: both operands' blocks, and fast_accum
 
     def call_of(self, shape: Shape) -> Callable[[], Any]:
         """Return a call of the case's kernel."""
@@ -140,9 +140,9 @@ def _delayed(scale: float = FUSED_SCALE, role: int = 0, dtype: torch.dtype = E4M
     return CastOp("cast", lambda: (delayed_state(scale)[0], role, dtype, TENSOR, False, 0))
 
 
-def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: torch.dtype = E4M3) -> CastOp:
+def _dynamic(block: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: torch.dtype = E4M3) -> CastOp:
     """Return a cast whose scales come from the amaxes of the tensor itself."""
-    return CastOp("cast", lambda: (None, 0, dtype, tile, power_of_two, 0))
+    return CastOp("cast", lambda: (None, 0, dtype, block, power_of_two, 0))
 
 
 def _state_and_update() -> tuple[Any, ...]:
@@ -154,9 +154,9 @@ def _state_and_update() -> tuple[Any, ...]:
 _COMMIT = CastOp("cast_and_commit", _state_and_update)
 
 
-def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
+def second(block: Sequence[int], power_of_two: bool = True) -> Named:
     """Return a second scaling, in E4M3."""
-    return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
+    return Named(second_dtype=E4M3, second_tile=block, second_power_of_two=power_of_two)
 
 
 def _cast_case(op: CastOp, reads: int = 1, inputs: Inputs = _x_alone, names: Sequence[str] = (), **named: Any) -> Case:
@@ -168,15 +168,15 @@ def _cast_case(op: CastOp, reads: int = 1, inputs: Inputs = _x_alone, names: Seq
     return Case(op.name, arguments, reads, inputs, exact="activation" not in named and "kind" not in named)
 
 
-def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: bool = False) -> Case:
+def _grouped(block: Sequence[int], reads: int = 1, as_is: bool = True, delayed: bool = False) -> Case:
     """Return a cast of eight groups of equal sizes; with transposed codes unless a scale is for a part of a row."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (shape[0] // 8)
         return normal(shape), ends
 
-    op = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
-    return _cast_case(op, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=PADDING, as_is=as_is)
+    op = _delayed(SCALE) if delayed else _dynamic(block, block[0] * block[1] > 1)
+    return _cast_case(op, reads, inputs, ("offsets",), transpose=block[0] != 1, pad=PADDING, as_is=as_is)
 
 
 def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
@@ -192,7 +192,7 @@ def _activated(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Cas
 def _gradient(activation: str, op: CastOp, reads: int = 1, **named: Any) -> Case:
     """Return the cast of an activation's gradient.
 
-    With ``h_tile`` the activation's input is codes in tiles of this size, with ``recast_dtype`` it is cast too.
+    With ``h_tile`` the activation's input is codes in blocks of this size, with ``recast_dtype`` it is cast too.
     """
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
@@ -241,13 +241,13 @@ def _norm_gradient(kind: str) -> Case:
     return Case("norm_backward", arguments, 1, inputs, exact=False)
 
 
-def _dequantized(tile: Sequence[int]) -> Case:
-    """Return the reading of codes in tiles of this size."""
+def _dequantized(block: Sequence[int]) -> Case:
+    """Return the reading of codes in blocks of this size."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
-        return REFERENCE["cast"](normal(shape), None, 0, E4M3, tile, False, 0)[:3:2]
+        return REFERENCE["cast"](normal(shape), None, 0, E4M3, block, False, 0)[:3:2]
 
-    return Case("dequantize", lambda q, scale_inv: (q, scale_inv, tile, torch.bfloat16), inputs=inputs)
+    return Case("dequantize", lambda q, scale_inv: (q, scale_inv, block, torch.bfloat16), inputs=inputs)
 
 
 def _weights(x: Tensor) -> tuple[Any, ...]:
@@ -408,7 +408,7 @@ STEPS = {
 
 # --- products of two pairs in E4M3, by octavo's kernel and by torch's -------------------------------------------------
 
-TILES: dict[str, tuple[Tile, Tile]] = {
+PRODUCT_BLOCKS: dict[str, tuple[Tile, Tile]] = {
     "tensor . tensor": (TENSOR, TENSOR),
     "rows . rows": (ROWS, ROWS),
     "1x128 . 128x128": (VECTOR, SQUARE),
@@ -417,33 +417,33 @@ TILES: dict[str, tuple[Tile, Tile]] = {
 }
 
 
-def _torch_has(tiles: str) -> bool:
+def _torch_has(blocks: str) -> bool:
     """Whether torch's product takes these here: 1x32 is Blackwell's, a CPU has none of blocks, with torch 2.11 none."""
     if DEVICE.type == "cuda":
-        return "1x32" not in tiles or torch.cuda.get_device_capability() >= (10, 0)
-    return torch.__version__ >= "2.12" and "x" not in tiles
+        return "1x32" not in blocks or torch.cuda.get_device_capability() >= (10, 0)
+    return torch.__version__ >= "2.12" and "x" not in blocks
 
 
-def _product(maker: str, a_tile: Tile, b_tile: Tile, fast_accum: bool) -> Case:
+def _product(maker: str, a_block: Tile, b_block: Tile, fast_accum: bool) -> Case:
     """Return a product of two pairs by octavo's kernel ("Triton") or by "torch"."""
 
-    def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
+    def operand(x: Tensor, block: Tile) -> tuple[Tensor, Tensor]:
+        return TRITON["cast"](x, None, 0, E4M3, block, block[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         rows, cols, contraction = shape
-        return *operand(normal((rows, contraction)), a_tile), *operand(normal((cols, contraction), 1), b_tile)
+        return *operand(normal((rows, contraction)), a_block), *operand(normal((cols, contraction), 1), b_block)
 
     def arguments(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> tuple[Any, ...]:
-        return a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, None, torch.bfloat16, fast_accum
+        return a, a_scale_inv, a_block, b, b_scale_inv, b_block, None, torch.bfloat16, fast_accum
 
-    return Case(f"{maker} product", arguments, 1, inputs, False, (a_tile, b_tile, fast_accum))
+    return Case(f"{maker} product", arguments, 1, inputs, False, (a_block, b_block, fast_accum))
 
 
 PRODUCTS = {
-    f"{name}, {maker}{', fast' * fast}": _product(maker, *tiles, fast)
+    f"{name}, {maker}{', fast' * fast}": _product(maker, *blocks, fast)
     for maker in ("Triton", "torch")
-    for name, tiles in TILES.items()
+    for name, blocks in PRODUCT_BLOCKS.items()
     for fast in (True, False)
     if maker == "Triton" or _torch_has(name)
 }

@@ -15,7 +15,7 @@ norm and its cast are one launch, of norm_kernels.py, if a program that owns who
 
 All other casts of a norm are two launches: one for the statistics, with Dynamic the amax too, then the cast, which
 normalises again. Blocks of more rows are among them: few programs would own so many, and no cache would hold them until
-they are read again. Tiles that no kernel casts so, and tensors without elements, are cast after the reference has
+they are read again. Blocks that no kernel casts so, and tensors without elements, are cast after the reference has
 normalised.
 """
 
@@ -80,11 +80,11 @@ def cast(
     # by signatures.py's table of results: ``other`` and ``amax_or_scale`` are transposed codes and the amax, by two
     # scalings the second qdata and scale_inv; ``more`` is a norm's mean, rstd, y, else sums, scale, the recast's codes
     results = codes, other, scale_inv, amax_or_scale, *more = new_cast(source, first, second, output)
-    sums, kept_scale, by_tile = None, None, cast_by_tile
+    sums, kept_scale, by_scaling = None, None, cast_by_scaling
     if isinstance(source, NormSource):
         mean, rstd, y = more
         inputs = norm_input(source, mean, rstd)
-        by_tile = _NormCasts(inputs, float(source.eps), y if output.keep else None).by_tile
+        by_scaling = _NormCasts(inputs, float(source.eps), y if output.keep else None).by_scaling
     else:
         inputs = cast_input(source)
         sums, kept_scale = more[0] if output.column_sum else None, more[1] if output.keep else None
@@ -97,7 +97,7 @@ def cast(
             out = out._replace(scale=kept_scale)
             cast_by_tensor(inputs, first, out, sums, recast=_recast_to(output, more[-1]))
         else:
-            by_tile(inputs, sums, (first, out))
+            by_scaling(inputs, sums, (first, out))
         return results
     if not output.transpose:
         inputs.clear_padding(other, output.pad)
@@ -107,11 +107,11 @@ def cast(
     amaxes = (None if both_blocks else torch.empty_like(scales, dtype=torch.float32) for scales in both_scales)
     out, second_out = map(outputs_to, both_codes, both_scales, amaxes)
     if both_blocks or {first.tile, second.tile} == set(LINES):
-        by_tile(inputs, sums, (first, out), (second, second_out))
+        by_scaling(inputs, sums, (first, out), (second, second_out))
     else:
         in_second = second.tile == (ALL, 1)  # only a scaling whose programs own whole columns can sum them
-        by_tile(inputs, None if in_second else sums, (first, out))
-        cast_by_tile(inputs, sums if in_second else None, (second, second_out))
+        by_scaling(inputs, None if in_second else sums, (first, out))
+        cast_by_scaling(inputs, sums if in_second else None, (second, second_out))
     return results
 
 
@@ -170,11 +170,11 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     if scaling.tile == (ALL, ALL):
         find_amax(inputs, out.amax)
     else:
-        cast_by_tile(inputs, None, (scaling, out))
+        cast_by_scaling(inputs, None, (scaling, out))
     return out.amax
 
 
-def cast_by_tile(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
+def cast_by_scaling(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
     """Cast with one scaling, or with two that one read serves: blocks, or rows and columns."""
     scaling, out = scalings[0]
     has_whole_rows = len(scalings) == 1 and scaling.tile == (1, ALL) and inputs.x.stride(1) == 1
@@ -195,8 +195,8 @@ class _NormCasts(NamedTuple):
     eps: float
     y: Tensor | None
 
-    def by_tile(self, inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
-        """Do ``cast_by_tile`` of the norm, and write its statistics and y."""
+    def by_scaling(self, inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
+        """Do ``cast_by_scaling`` of the norm, and write its statistics and y."""
         (scaling, out), *others = scalings
         second_scaling, second_out = others[0] if others else (None, None)
         delayed_scale, blocks = scaling.delayed_scale, (scaling.tile, (second_scaling or scaling).tile)
@@ -208,7 +208,7 @@ class _NormCasts(NamedTuple):
             self.launch(norm_rows_kernel, transposes, (out,), (rounding_of(scaling),))
         elif scaling.tile != (ALL, ALL):
             self.find_statistics(None)
-            cast_by_tile(inputs, sums, *scalings)
+            cast_by_scaling(inputs, sums, *scalings)
         elif delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
             arguments = out, delayed_scale, workspace(inputs.x, 2)
             self.launch(norm_tensor_kernel, transposes, arguments, (scaling.role, rounding_of(scaling).e5m2))
@@ -233,9 +233,9 @@ class _NormCasts(NamedTuple):
         x, rows, cols, norm, function, *_ = self.inputs
         name = "norm_cast_blocks" if blocks else "norm_cast"
         name = name if not transposes and x.stride(1) == 1 else f"{name}_transpose"
-        block_r, block_c, tiles, num_warps = _tile(config(name, (rows * cols).bit_length()), cols, blocks)
+        tile_r, tile_c, tiles, num_warps = _tile(config(name, (rows * cols).bit_length()), cols, blocks)
         tiles = tiles if kernel is norm_tensor_kernel else 1  # with more tiles, fewer programs raise the shared amax
-        _, programs, tiling = self.inputs.tiling(block_r, block_c, tiles, block_c >= cols, fold=16 // x.element_size())
+        _, programs, tiling = self.inputs.tiling(tile_r, tile_c, tiles, tile_c >= cols, fold=16 // x.element_size())
         first = self.inputs.source, norm, self.y, self.eps
         launch(kernel, programs, (*first, *out, function.zero_centered, *constants, tiling), num_warps)
 
@@ -243,13 +243,13 @@ class _NormCasts(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _tile(chosen: Config, cols: int, blocks: tuple[Tile, ...]) -> Config:
     """Return a configuration whose tile has whole blocks, and whole rows where up to 16 warps can hold one."""
-    elements = chosen.block_r * chosen.block_c
-    block_r = max(chosen.block_r, *(rows for rows, _ in blocks), 1)
+    elements = chosen.tile_r * chosen.tile_c
+    tile_r = max(chosen.tile_r, *(rows for rows, _ in blocks), 1)
     least = max(PADDING, *(size for _, size in blocks), 1)  # a tile holds a row's padding
     widest = max(triton.next_power_of_2(cols), least)
-    block_c = max(elements // block_r, least)
-    larger = widest // block_c
-    if block_r == 1 and 1 < larger and larger * chosen.num_warps <= 16:
+    tile_c = max(elements // tile_r, least)
+    larger = widest // tile_c
+    if tile_r == 1 and 1 < larger and larger * chosen.num_warps <= 16:
         return Config(1, widest, chosen.depth, larger * chosen.num_warps)
-    block_c = min(block_c, widest)
-    return chosen._replace(block_r=max(block_r, elements // block_c), block_c=block_c)
+    tile_c = min(tile_c, widest)
+    return chosen._replace(tile_r=max(tile_r, elements // tile_c), tile_c=tile_c)

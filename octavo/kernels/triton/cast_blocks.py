@@ -37,12 +37,12 @@ def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
     """Encode a float32 tile whose blocks each have a scale: (codes, the blocks' amax, the blocks' scale)."""
     ROWS: tl.constexpr = scaling.block[0]
     COLS: tl.constexpr = scaling.block[1]
-    BR: tl.constexpr = tiling.block_r
-    BC: tl.constexpr = tiling.block_c
-    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
+    TR: tl.constexpr = tiling.tile_r
+    TC: tl.constexpr = tiling.tile_c
+    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [TR // ROWS, ROWS, TC // COLS, COLS]), 3), 1)
     scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
-    wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
-    return encode(tile, tl.reshape(wide, [BR, BC]), scaling.e5m2), amax, scale
+    wide = tl.broadcast_to(scale[:, None, :, None], [TR // ROWS, ROWS, TC // COLS, COLS])
+    return encode(tile, tl.reshape(wide, [TR, TC]), scaling.e5m2), amax, scale
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def store_blocks(
     its group; strip: how many to its left. place: read of rows in groups alone. tall: None where blocks divide the
     tile; of taller blocks the result of ``tall_scales``, which has written their scales.
     """
-    local = tile_row * tiling.block_r + tl.arange(0, tiling.block_r)
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    local = tile_row * tiling.tile_r + tl.arange(0, tiling.tile_r)
+    cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
     if tall is None:
         codes, amax, scale = encode_blocks(tile, scaling, tiling)
-        block_row = tile_row * (tiling.block_r // scaling.block[0])
+        block_row = tile_row * (tiling.tile_r // scaling.block[0])
         store_scales(amax, scale, HALF, block_row, strip, place, x, out, scaling, tiling)
     else:
         codes = encode(tile, tall[HALF], scaling.e5m2)
@@ -106,12 +106,12 @@ def store_blocks(
 
 @triton.jit
 def tall_scales_of(amaxes, HALF: tl.constexpr, strip, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write the amax and scale_inv of one half's tall blocks; return their columns' scales [1, BC]."""
-    BLOCKS: tl.constexpr = tiling.block_c // scaling.block[1]
+    """Write the amax and scale_inv of one half's tall blocks; return their columns' scales [1, TC]."""
+    BLOCKS: tl.constexpr = tiling.tile_c // scaling.block[1]
     amax = tl.max(tl.reshape(amaxes, [1, BLOCKS, scaling.block[1]]), 2)
     scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
     wide = tl.broadcast_to(scale[:, :, None], [1, BLOCKS, scaling.block[1]])
-    scales = tl.reshape(wide, [1, tiling.block_c])
+    scales = tl.reshape(wide, [1, tiling.tile_c])
     store_scales(amax, scale, HALF, place.part, strip, place, x, out, scaling, tiling)
     return scales
 
@@ -120,7 +120,7 @@ def tall_scales_of(amaxes, HALF: tl.constexpr, strip, place, x, out, scaling: tl
 def tall_scales(amaxes, amaxes_of_half, strip, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
     """Write the amax and scale_inv of tall blocks, from ``column_amaxes``.
 
-    Return the columns' scales [1, BC], and those of the other half.
+    Return the columns' scales [1, TC], and those of the other half.
     """
     scales = tall_scales_of(amaxes, 0, strip, place, x, out, scaling, tiling)
     scales_of_half = scales
@@ -131,11 +131,11 @@ def tall_scales(amaxes, amaxes_of_half, strip, place, x, out, scaling: tl.conste
 
 @triton.jit
 def column_amaxes(x, extra, place, cols, function: tl.constexpr, grouping: tl.constexpr, tiling: tl.constexpr):
-    """Return the amaxes of the columns [BC] of a program's part, and of its other half."""
-    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    """Return the amaxes of the columns [TC] of a program's part, and of its other half."""
+    largest = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    largest_of_half = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        local = (place.part * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
+        local = (place.part * tiling.tiles + i) * tiling.tile_r + tl.arange(0, tiling.tile_r)
         tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
@@ -158,7 +158,7 @@ def cast_blocks_kernel(
     groups,  # Groups, or None
     out,  # Outputs of the first scaling
     second_out,  # outputs of the second scaling, or None
-    sums,  # None, or (column sums, each part's [halves, parts, C])
+    sums,  # None, or (column sums, partial sums [halves, parts, C])
     work_ptr,
     function: tl.constexpr,  # Function
     grouping: tl.constexpr,  # Grouping, or None
@@ -170,25 +170,25 @@ def cast_blocks_kernel(
 
     If the part has several tiles, a first read finds the amaxes of blocks that are as high as the part.
     """
-    strips = tl.cdiv(x.C, tiling.block_c)
+    strips = tl.cdiv(x.C, tiling.tile_c)
     program = tl.program_id(0)
     if function.name == "norm":
         program = tl.num_programs(0) - 1 - program  # what the statistics' launch read last is still in the cache
-    place = locate(groups, program // strips, x.R, tiling.tiles * tiling.block_r, grouping)
+    place = locate(groups, program // strips, x.R, tiling.tiles * tiling.tile_r, grouping)
     strip = program % strips
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
     tall, second_tall = None, None  # what tall_scales returns, of blocks that are higher than a tile
     if tiling.tiles > 1:
         amaxes, amaxes_of_half = column_amaxes(x, extra, place, cols, function, grouping, tiling)
-        if scaling.block[0] > tiling.block_r:
+        if scaling.block[0] > tiling.tile_r:
             tall = tall_scales(amaxes, amaxes_of_half, strip, place, x, out, scaling, tiling)
-        if second_scaling is not None and second_scaling.block[0] > tiling.block_r:
+        if second_scaling is not None and second_scaling.block[0] > tiling.tile_r:
             second_tall = tall_scales(amaxes, amaxes_of_half, strip, place, x, second_out, second_scaling, tiling)
-    total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    total = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    total_of_half = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     for i in range(tiling.tiles):  # upwards: the tile that was read last is in the nearest cache
         tile_row = place.part * tiling.tiles + tiling.tiles - 1 - i
-        local = tile_row * tiling.block_r + tl.arange(0, tiling.block_r)
+        local = tile_row * tiling.tile_r + tl.arange(0, tiling.tile_r)
         tile, half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         if sums is not None:
             total += tile if function.name == "" else rounded(tile)
@@ -213,9 +213,9 @@ def tiles_of_blocks(inputs: CastInput, kind: str, *blocks: Tile) -> tuple[Config
     read, then compute, then write. So a program reads such a block in several tiles.
     """
     chosen = inputs.config(kind)
-    height = max(chosen.block_r, *(rows for rows, _ in blocks))
+    height = max(chosen.tile_r, *(rows for rows, _ in blocks))
     chosen = with_room_for(chosen, *((rows if rows < height else 1, cols) for rows, cols in blocks))
-    tiles, num_warps = height // chosen.block_r, chosen.num_warps
+    tiles, num_warps = height // chosen.tile_r, chosen.num_warps
     if kind == "cast_blocks_transpose" and (tiles > 1 or inputs.function.name):  # more is held in float32
         num_warps = min(16, 2 * num_warps)
     return chosen, tiles, num_warps
@@ -227,10 +227,10 @@ def cast_by_block(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scali
     second_scaling, second_out = others[0] if others else (None, None)
     kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
     chosen, tiles, num_warps = tiles_of_blocks(inputs, kind, scaling.tile, (second_scaling or scaling).tile)
-    strips, parts, tiling = inputs.tiling(chosen.block_r * tiles, chosen.block_c)
+    strips, parts, tiling = inputs.tiling(chosen.tile_r * tiles, chosen.tile_c)
     work = None if sums is None else workspace(inputs.x, strips)
     roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
     groups, grouping = inputs.groups or (None, None)
-    arguments = groups, out, second_out, inputs.with_parts(sums, parts), work
-    constants = grouping, *roundings, tiling._replace(block_r=chosen.block_r, tiles=tiles)
+    arguments = groups, out, second_out, inputs.with_partial_sums(sums, parts), work
+    constants = grouping, *roundings, tiling._replace(tile_r=chosen.tile_r, tiles=tiles)
     inputs.launch(cast_blocks_kernel, strips * parts, num_warps, arguments, constants)

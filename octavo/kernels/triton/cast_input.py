@@ -15,7 +15,7 @@ from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, RotaryHeads, Scaling
 from octavo.kernels.layouts import is_small_block, padded_size
 from octavo.kernels.triton.groups import Grouping, Groups
-from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, config, launch, multiprocessors, tile_size
+from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, block_size, config, launch, multiprocessors
 from octavo.kernels.triton.prologue import Function, HeadGradients, Input, NormFactors
 from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
 
@@ -28,18 +28,15 @@ def rounding_of(scaling: Scaling) -> Rounding:
 
 
 @functools.cache
-def _rounding(dtype: torch.dtype, tile: Tile, power_of_two: bool, margin: int, swizzles: bool) -> Rounding:
+def _rounding(dtype: torch.dtype, block: Tile, power_of_two: bool, margin: int, swizzles: bool) -> Rounding:
     """Return ``rounding_of`` of a scaling's fields, one object for equal ones."""
     fmt = format_of(dtype)
-    return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two, tile, swizzles)
+    return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two, block, swizzles)
 
 
 def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
     """Return where kernels write codes, as they lie and transposed; tensors without elements are left out."""
-    if q is not None and q.numel() == 0:
-        q = None
-    if t is not None and t.numel() == 0:
-        t = None
+    q, t = (None if codes is None or codes.numel() == 0 else codes for codes in (q, t))
     return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.stride(0))
 
 
@@ -54,16 +51,16 @@ _Shares = tuple[int, int, Tiling]
 
 @functools.lru_cache(maxsize=4096)
 def _shares(
-    shape: tuple[int, int], enough: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: bool, fold: int
+    shape: tuple[int, int], enough: int, tile_r: int, tile_c: int, tiles: int, one_tile: bool, halves: bool, fold: int
 ) -> _Shares:
     """Return ``CastInput.tiling``; ``enough``: programs, below which each does fewer tiles."""
     rows, cols = shape
-    strips = -(-cols // block_c) or 1
-    while tiles > 1 and strips * -(-rows // (block_r * tiles)) < enough:
+    strips = -(-cols // tile_c) or 1
+    while tiles > 1 and strips * -(-rows // (tile_r * tiles)) < enough:
         tiles //= 2
-    parts = -(-rows // (block_r * tiles)) or 1
-    even = rows == parts * block_r * tiles and cols == strips * block_c
-    return strips, parts, Tiling(even, block_r, block_c, tiles, one_tile, halves, fold)
+    parts = -(-rows // (tile_r * tiles)) or 1
+    even = rows == parts * tile_r * tiles and cols == strips * tile_c
+    return strips, parts, Tiling(even, tile_r, tile_c, tiles, one_tile, halves, fold)
 
 
 class CastInput(NamedTuple):
@@ -110,17 +107,17 @@ class CastInput(NamedTuple):
             return function.name
         return "activation" if not function.gradient else "gated_gradient" if function.gated else "gradient"
 
-    def fits(self, *tiles: Tile) -> bool:
-        """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by these tiles."""
+    def fits(self, *blocks: Tile) -> bool:
+        """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by these blocks."""
         function, h = self.function, self.extra
         if isinstance(h, Input) and function.gated and h.scale_inv is not None:
-            if function.tile_c != WHOLE and self.cols % function.tile_c:  # a scale's tile would hold gate and up
+            if function.block_c != WHOLE and self.cols % function.block_c:  # a block would hold gate and up
                 return False
-        for tile in tiles:
-            if tile not in _WHOLE:
-                if self.rows * self.cols == 0 or not is_small_block(tile):
+        for block in blocks:
+            if block not in _WHOLE:
+                if self.rows * self.cols == 0 or not is_small_block(block):
                     return False
-                if self.halves == 2 and self.cols % tile[1]:  # a block would reach into the other half
+                if self.halves == 2 and self.cols % block[1]:  # a block would reach into the other half
                     return False
         return True
 
@@ -129,25 +126,23 @@ class CastInput(NamedTuple):
         if self.halves == 2 and codes.shape[1] - self.cols > padded_size(self.cols, pad):
             codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
 
-    def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
+    def tiling(self, tile_r: int, tile_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
         """Return how programs share what is cast: (strips of columns, programs of a strip, tiling).
 
         ``tiles``: the most that a program does; fewer where a multiprocessor would otherwise have under three programs.
         """
         shape = self.rows, self.cols
         enough = 3 * multiprocessors(self.x.get_device())
-        shares = strips, parts, tiling = _shares(
-            shape, enough, block_r, block_c, tiles, one_tile, self.halves == 2, fold
-        )
-        if self.groups is None:
-            return shares
-        groups, grouping = self.groups
-        if grouping.ragged:  # a number that is enough for any groups
-            parts = self.rows // (tiling.tiles * block_r) + groups.count + 1
-        return strips, parts, tiling._replace(even=False, grouped=True)
+        strips, parts, tiling = _shares(shape, enough, tile_r, tile_c, tiles, one_tile, self.halves == 2, fold)
+        if self.groups is not None:
+            groups, grouping = self.groups
+            if grouping.ragged:  # a number that is enough for any groups
+                parts = self.rows // (tiling.tiles * tile_r) + groups.count + 1
+            tiling = tiling._replace(even=False, grouped=True)
+        return strips, parts, tiling
 
-    def with_parts(self, sums: Tensor | None, parts: int) -> tuple[Tensor, Tensor] | None:
-        """Return (column sums, memory for each part's), None without sums."""
+    def with_partial_sums(self, sums: Tensor | None, parts: int) -> tuple[Tensor, Tensor] | None:
+        """Return (column sums, memory for each part's partial sums), None without sums."""
         return sums if sums is None else (sums, self.x.new_empty((self.halves, parts, self.cols), dtype=torch.float32))
 
     def launch(
@@ -170,18 +165,18 @@ def cast_input(source: CastSource | RotaryHeads) -> CastInput:
     name, gated = activation_of(activation)
     h = x if preactivation is None else preactivation
     half = h.shape[1] // 2 if gated else h.shape[1]
-    tile_r, tile_c = map(tile_size, h_tile)
+    block_r, block_c = map(block_size, h_tile)
     scale_r = scale_c = scale_shift = 0
     if h_scale_inv is not None and h_scale_inv.numel() == 0:
         h_scale_inv = None  # there are no codes, and kernels would read at least one scale
     if h_scale_inv is not None:
         h_scale_inv = as_argument(h_scale_inv)
         scale_r, scale_c = h_scale_inv.stride()
-        scale_shift = half // tile_c * scale_c if gated else 0
+        scale_shift = half // block_c * scale_c if gated else 0
     halves = 2 if gated and preactivation is not None else 1
     shift = half * h.stride(1) if gated else 0
     input = Input(h, h.stride(0), h.stride(1), shift, h_scale_inv, scale_r, scale_c, scale_shift)
-    function = Function(name, gated, preactivation is not None, tile_r, tile_c)
+    function = Function(name, gated, preactivation is not None, block_r, block_c)
     return CastInput(x, rows, cols // halves, input, function, halves)
 
 

@@ -3,7 +3,7 @@
     a tensor    cast_tensor_kernel: the cast with both layouts, amax, column sums and the delayed roll; amax_kernel
     a line      a row, a column, or a row for some codes and a column for others: lines are shared by programs, so
                 line_amax_kernel finds their amaxes before cast_lines_kernel
-    a row       cast_rows_kernel, of rows in order whose codes lie so too: a program owns BLOCK_R whole rows. Those that
+    a row       cast_rows_kernel, of rows in order whose codes lie so too: a program owns TILE_R whole rows. Those that
                 fit one tile are read once; longer ones twice, the second time mostly from a cache
 
 A strip is as many columns as a tile has; a program's part of a strip is one tile or several, one below the other. For
@@ -59,18 +59,11 @@ from octavo.kernels.triton.tiles import (
 
 
 @triton.jit
-def finite_largest(largest, tile, other_half, tiling: tl.constexpr):
-    """Return ``largest`` raised to ``finite_magnitudes``, of one half after the other."""
-    largest = tl.maximum(largest, finite_abs(tile))
-    if tiling.halves:
-        largest = tl.maximum(largest, finite_abs(other_half))
-    return largest
-
-
-@triton.jit
-def finite_magnitudes(tile, other_half, tiling: tl.constexpr):
-    """Return the finite magnitudes of a tile, or the larger ones of two halves."""
+def finite_magnitudes(tile, other_half, tiling: tl.constexpr, largest=None):
+    """Return the finite magnitudes of a tile, or the larger ones of two halves; or ``largest`` raised to them."""
     result = finite_abs(tile)
+    if largest is not None:
+        result = tl.maximum(largest, result)
     if tiling.halves:
         result = tl.maximum(result, finite_abs(other_half))
     return result
@@ -79,11 +72,11 @@ def finite_magnitudes(tile, other_half, tiling: tl.constexpr):
 @triton.jit
 def strip_amax(x, extra, first_row, cols, function: tl.constexpr, tiling: tl.constexpr):
     """Return the amax of a program's tiles, a scalar."""
-    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    largest = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        rows = first_row + i * tiling.tile_r + tl.arange(0, tiling.tile_r)
         tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
-        largest = finite_largest(largest, tile, other_half, tiling)
+        largest = finite_magnitudes(tile, other_half, tiling, largest)
     return tl.max(tl.max(largest, 1), 0)
 
 
@@ -102,14 +95,14 @@ def cast_strip(
     recast=None,  # (a scale, Codes) of the activation whose gradient is cast
     recast_function: tl.constexpr = None,  # its Function
 ):
-    """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the other half)."""
-    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    sums_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    """Write a program's codes. Return (the tiles' amax, their columns' sums [TILE_C], those of the other half)."""
+    largest = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    sums = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    sums_of_half = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        rows = first_row + i * tiling.tile_r + tl.arange(0, tiling.tile_r)
         tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
-        largest = finite_largest(largest, tile, other_half, tiling)
+        largest = finite_magnitudes(tile, other_half, tiling, largest)
         if SUMS:
             sums += tile
             if tiling.halves:
@@ -139,8 +132,8 @@ def amax_kernel(
         return
     strips = tl.num_programs(0) // parts
     program = tl.program_id(0)
-    first_row = (program // strips) * (tiling.tiles * tiling.block_r)
-    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    first_row = (program // strips) * (tiling.tiles * tiling.tile_r)
+    cols = (program % strips) * tiling.tile_c + tl.arange(0, tiling.tile_c)
     raise_amax(work_ptr, strip_amax(x, extra, first_row, cols, function, tiling))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):
         tl.store(amax_ptr, take_amax(work_ptr))
@@ -169,7 +162,7 @@ def cast_tensor_kernel(
     own_amax_ptr,  # out.amax if amax_kernel wrote it: for Dynamic, or where there may be no history; else None
     delayed,  # with a ROLE, a State; without an update only its scale is read
     rolled,  # with an update, amaxes that the last program rolls too: (of the input, of the weight)
-    sums,  # None, or (column sums [C], each part's [halves, parts, C])
+    sums,  # None, or (column sums [C], partial sums [halves, parts, C])
     recast,  # with recast_function, (a scale, Codes) of the activation whose gradient is cast
     work_ptr,
     parts,  # of a strip, each a program's
@@ -193,8 +186,8 @@ def cast_tensor_kernel(
     strips = programs // parts
     strip = program % strips
     part = program // strips
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
-    first_row = part * (tiling.tiles * tiling.block_r)
+    cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
+    first_row = part * (tiling.tiles * tiling.tile_r)
     SUMS: tl.constexpr = sums is not None
     amax, total, total_of_half = cast_strip(
         x, extra, out.codes, scale, first_row, cols, function, rounding.e5m2, SUMS, tiling, recast, recast_function
@@ -251,7 +244,7 @@ def cast_by_tensor(
         recast_function = inputs.function._replace(gradient=False, e5m2=rounding_of(recast[0]).e5m2)
     read = out.amax if needs_amax else None, delayed, (None, None) if commit is None else commit[3:5]
     work = workspace(inputs.x, 2 + strips)
-    arguments = out, *read, inputs.with_parts(sums, parts), recast_to, work, parts
+    arguments = out, *read, inputs.with_partial_sums(sums, parts), recast_to, work, parts
     constants = role, rounding_of(scaling), update, recast_function, tiling
     inputs.launch(cast_tensor_kernel, strips * parts, chosen.num_warps, arguments, constants)
 
@@ -268,13 +261,13 @@ def cast_rows_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with a scale for each row."""
-    place = locate(groups, tl.program_id(0), x.R, tiling.block_r, grouping)
-    local = place.first + tl.arange(0, tiling.block_r)
-    cols = tl.arange(0, tiling.block_c)
+    place = locate(groups, tl.program_id(0), x.R, tiling.tile_r, grouping)
+    local = place.first + tl.arange(0, tiling.tile_r)
+    cols = tl.arange(0, tiling.tile_c)
     tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
     largest = finite_magnitudes(tile, other_half, tiling)
     if not tiling.one_tile:
-        for start in range(tiling.block_c, x.C, tiling.block_c):
+        for start in range(tiling.tile_c, x.C, tiling.tile_c):
             more, more_of_half = produce_of_group(x, extra, place, local, start + cols, function, grouping, tiling)
             largest = tl.maximum(largest, finite_magnitudes(more, more_of_half, tiling))
     amax = tl.max(largest, 1)
@@ -287,7 +280,7 @@ def cast_rows_kernel(
     if tiling.one_tile:
         store_tiles(tile, other_half, scale, scale, out.codes, rows, cols, x, E5M2, tiling, columns, end)
     else:
-        for start in range(0, x.C, tiling.block_c):
+        for start in range(0, x.C, tiling.tile_c):
             tile, other_half = produce_of_group(x, extra, place, local, start + cols, function, grouping, tiling)
             store_tiles(tile, other_half, scale, scale, out.codes, rows, start + cols, x, E5M2, tiling, columns, end)
 
@@ -299,11 +292,11 @@ def cast_by_row(inputs: CastInput, scaling: Scaling, out: Outputs) -> None:
     groups, grouping = inputs.groups or (None, None)
     chosen = inputs.config("cast_rows")
     widest = max(PADDING, triton.next_power_of_2(inputs.cols))  # holds a row and its padding
-    block_c = min(chosen.block_c, widest)
-    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))  # as many narrow rows as fill half a tile
+    tile_c = min(chosen.tile_c, widest)
+    tile_r = chosen.tile_r * max(1, chosen.tile_c // (2 * tile_c))  # as many narrow rows as fill half a tile
     if grouping is not None and out.codes.t is not None:  # a program writes a transposed row's padding too
-        block_r, block_c = max(grouping.pad, block_r), min(block_c, 256)
-    _, programs, tiling = inputs.tiling(block_r, block_c, one_tile=widest <= block_c)
+        tile_r, tile_c = max(grouping.pad, tile_r), min(tile_c, 256)
+    _, programs, tiling = inputs.tiling(tile_r, tile_c, one_tile=widest <= tile_c)
     constants = grouping, rounding_of(scaling), tiling
     inputs.launch(cast_rows_kernel, programs, chosen.num_warps, (groups, out), constants)
 
@@ -340,19 +333,19 @@ def line_amax_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Write the amaxes and scales of all rows, all columns or both."""
-    HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
+    HEIGHT: tl.constexpr = tiling.tiles * tiling.tile_r
     strips = tl.num_programs(0) // parts
     strip = tl.program_id(0) % strips
     part = tl.program_id(0) // strips
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
     row_bits_ptr = work_ptr + x.C
     if tiling.halves:
         row_bits_ptr += x.C
     counter_ptr = row_bits_ptr + x.R
-    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    largest = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    largest_of_half = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        rows = part * HEIGHT + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        rows = part * HEIGHT + i * tiling.tile_r + tl.arange(0, tiling.tile_r)
         tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         tile = finite_abs(tile)
         other_half = finite_abs(other_half)
@@ -384,7 +377,7 @@ def cast_lines_kernel(
     by_row,  # Outputs of a scaling by rows, or anything
     by_column,  # outputs of the scaling by columns
     scales,  # that line_amax_kernel wrote
-    sums,  # None, or (column sums, each part's [halves, parts, C])
+    sums,  # None, or (column sums, partial sums [halves, parts, C])
     work_ptr,
     parts,  # of a strip, each a program's
     function: tl.constexpr,  # Function
@@ -398,7 +391,7 @@ def cast_lines_kernel(
     strips = programs // parts
     strip = program % strips
     part = program // strips
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
     column_scale = 1.0
     scale_of_half = 1.0
     if column_rounding is not None:
@@ -406,10 +399,10 @@ def cast_lines_kernel(
         scale_of_half = column_scale
         if tiling.halves:
             scale_of_half = tl.load(scales[1] + x.C + cols, mask=cols < x.C, other=1.0)[None, :]
-    total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    total = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    total_of_half = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
-        rows = (part * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
+        rows = (part * tiling.tiles + i) * tiling.tile_r + tl.arange(0, tiling.tile_r)
         tile, other_half = produce(x, extra, rows, cols, function, tiling.even)
         if row_rounding is not None:
             scale = tl.load(scales[0] + rows, mask=rows < x.R, other=1.0)[:, None]
@@ -431,8 +424,8 @@ def cast_lines_kernel(
 
 def cast_by_line(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
     """Cast with a scale for each row, with one for each column, or once with each; two launches."""
-    by_tile = {scaling.tile: (rounding_of(scaling), out) for scaling, out in scalings}
-    roundings, outs = zip(*(by_tile.get(tile, (None, None)) for tile in LINES), strict=True)
+    by_line = {scaling.tile: (rounding_of(scaling), out) for scaling, out in scalings}
+    roundings, outs = zip(*(by_line.get(line, (None, None)) for line in LINES), strict=True)
     scales = tuple(inputs.x.new_empty(size, dtype=torch.float32) for size in inputs.shape)
     chosen = inputs.config("amax_lines")
     strips, parts, tiling = inputs.tiling(*chosen[:3])
@@ -443,5 +436,5 @@ def cast_by_line(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scalin
         chosen = inputs.config("cast_lines")
         strips, parts, tiling = inputs.tiling(*chosen[:3])
         work = workspace(inputs.x, strips)
-        arguments = *outs, scales, inputs.with_parts(sums, parts), work, parts
+        arguments = *outs, scales, inputs.with_partial_sums(sums, parts), work, parts
         inputs.launch(cast_lines_kernel, strips * parts, chosen.num_warps, arguments, (*roundings, tiling))

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from octavo.formats import E2M1
-from octavo.granularity import ALL
 from octavo.kernels.arguments import Counted, CountedCast, WatchedOperand
 from octavo.kernels.reference.cast_statistics import LARGEST_CODES
 from octavo.kernels.reference.cast_statistics import cast_statistics as reference_cast_statistics
+from octavo.kernels.triton.dequantize import scales_of_blocks
 from octavo.kernels.triton.groups import locate, on_device
 from octavo.kernels.triton.launch import as_argument, launch
 from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, load_tile, raise_amax
@@ -31,8 +31,8 @@ class Counting(NamedTuple):
     largest_code: int
     factor: float
     even: bool  # x is made of whole programs' tiles
-    block_r: int = 16
-    block_c: int = 128
+    tile_r: int = 16
+    tile_c: int = 128
     tiles: int = 8
 
 
@@ -40,7 +40,7 @@ class Counting(NamedTuple):
 def cast_statistics_kernel(
     x,  # Source
     q,  # Source of codes, of any padding
-    scale_inv,  # Source, whose R and C are a tile's rows and columns; of rows in groups as grouped_cast writes it
+    scale_inv,  # BlockScales; of rows in groups as grouped_cast writes it
     groups,  # Groups, or None
     sums_ptr,
     extremes_ptr,
@@ -48,8 +48,8 @@ def cast_statistics_kernel(
     grouping: tl.constexpr,  # Grouping, or None
 ):
     """Add what the reference counts to sums and extremes, of rows in groups to a row of them for each group."""
-    strips = tl.cdiv(x.C, counting.block_c)
-    place = locate(groups, tl.program_id(0) // strips, x.R, counting.block_r * counting.tiles, grouping)
+    strips = tl.cdiv(x.C, counting.tile_c)
+    place = locate(groups, tl.program_id(0) // strips, x.R, counting.tile_r * counting.tiles, grouping)
     if grouping is None:
         add_rows(x, q, scale_inv, place, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
     elif place.group < groups.count:
@@ -61,9 +61,9 @@ def cast_statistics_kernel(
 @triton.jit
 def add_rows(x, q, scale_inv, place, strip, sums_ptr, extremes_ptr, counting: tl.constexpr):
     """Add a program's part of a group's rows, in a strip of columns; place: GroupOfProgram."""
-    BLOCK_R: tl.constexpr = counting.block_r
-    BLOCK_C: tl.constexpr = counting.block_c
-    cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
+    TILE_R: tl.constexpr = counting.tile_r
+    TILE_C: tl.constexpr = counting.tile_c
+    cols = strip * TILE_C + tl.arange(0, TILE_C)
     elements = tl.full((), 0, tl.int32)
     zeros = tl.full((), 0, tl.int32)
     flushed = tl.full((), 0, tl.int32)
@@ -73,14 +73,14 @@ def add_rows(x, q, scale_inv, place, strip, sums_ptr, extremes_ptr, counting: tl
     error = tl.full((), 0.0, tl.float64)
     counts = tl.zeros([2 * BINS], tl.int32)
     for i in range(counting.tiles):
-        local = place.first + i * BLOCK_R + tl.arange(0, BLOCK_R)
+        local = place.first + i * TILE_R + tl.arange(0, TILE_R)
         inside = (local < place.size)[:, None] & (cols < x.C)[None, :]
         rows = tl.where(local < place.size, place.start + local, x.R)
         if counting.even:
             inside = (local >= 0)[:, None] & (cols >= 0)[None, :]
             rows = local
         value = load_tile(x, rows, cols, counting.even)
-        codes, scales = load_codes(q, scale_inv, rows, place.scale_row + local // scale_inv.R, cols, inside)
+        codes, scales = load_codes(q, scale_inv, rows, place.scale_row + local // scale_inv.block_r, cols, inside)
         read = decode(codes) * scales
         finite = tl.abs(value) < float("inf")
         numbers = tl.where(finite, tl.abs(value), 0.0)
@@ -92,7 +92,7 @@ def add_rows(x, q, scale_inv, place, strip, sums_ptr, extremes_ptr, counting: tl
         nonfinite += how_many(inside & (finite == 0))
         power += sum_of_squares(numbers)
         error += sum_of_squares(tl.where(finite, value - read, 0.0))
-        counts += tl.histogram(tl.reshape(exponent_bins(numbers), [BLOCK_R * BLOCK_C]), 2 * BINS)
+        counts += tl.histogram(tl.reshape(exponent_bins(numbers), [TILE_R * TILE_C]), 2 * BINS)
         raise_largest(extremes_ptr, numbers)
         raise_largest(extremes_ptr + 1, tl.where(inside, scales, 0.0))
         one = tl.full(scales.shape, 1.0, tl.float32)
@@ -113,7 +113,7 @@ def load_codes(q, scale_inv, rows, scale_rows, cols, inside):
     """Load a tile of codes, and each code's scale_inv."""
     offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
     codes = tl.load(q.ptr + offsets, mask=inside, other=0.0)
-    offsets = scale_rows[:, None] * scale_inv.stride_r + (cols // scale_inv.C)[None, :] * scale_inv.stride_c
+    offsets = scale_rows[:, None] * scale_inv.stride_r + (cols // scale_inv.block_c)[None, :] * scale_inv.stride_c
     return codes, load_scale_inv(scale_inv.ptr + offsets, inside)
 
 
@@ -147,34 +147,33 @@ def exponent_bins(numbers):
 
 def cast_statistics(cast: CountedCast) -> None:
     """Compute the op ``octavo::cast_statistics``; its contract is in signatures.py."""
-    x, qdata, scale_inv, tile, sums, extremes, offsets = cast
+    x, qdata, scale_inv, block, sums, extremes, offsets = cast
     if qdata.dtype is E2M1.dtype:
         return reference_cast_statistics(cast)
     rows, cols = x.shape
     if x.numel() == 0:
         return
-    tile_shape = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
     codes = Source(qdata, *qdata.shape, *qdata.stride())
-    scales = Source(as_argument(scale_inv), *tile_shape, *scale_inv.stride())
+    scales = scales_of_blocks(scale_inv, block, x.shape)
     counting = Counting(*LARGEST_CODES[qdata.dtype], False)
-    height = counting.block_r * counting.tiles
-    strips = triton.cdiv(cols, counting.block_c)
+    height = counting.tile_r * counting.tiles
+    strips = triton.cdiv(cols, counting.tile_c)
     if offsets is None:
-        counting = counting._replace(even=rows % height == 0 and cols % counting.block_c == 0)
+        counting = counting._replace(even=rows % height == 0 and cols % counting.tile_c == 0)
         groups = grouping = None
         parts = triton.cdiv(rows, height)
     else:
         # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
-        counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
-        groups, grouping = on_device(offsets, tile_r=tile[0])
+        counting = counting._replace(tile_r=counting.tile_r // 2, tiles=counting.tiles * 2)
+        groups, grouping = on_device(offsets, block_r=block[0])
         parts = rows // height + groups.count + 1
     arguments = Source(x, rows, cols, *x.stride()), codes, scales, groups, sums, extremes, counting, grouping
     launch(cast_statistics_kernel, parts * strips, arguments, num_warps=4)
 
 
-_BLOCK = 256
-_COLUMNS = 8  # columns of an operand that a program reads at a time
-_SCALE_BLOCKS = 16  # blocks of scales that a program reads
+_ROWS = 256  # rows of a result that a program reads, or scales at a time
+_COLUMNS = 8  # columns of an operand that it reads at a time
+_SCALES = 16  # of scales a program reads so many times _ROWS
 
 
 @triton.jit
@@ -194,18 +193,18 @@ def note_faults_kernel(
     IS_CODES: tl.constexpr,
     IN_GROUPS: tl.constexpr,
     BY_GROUP: tl.constexpr,  # a scale a group
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Add to the faults and raise their largest numbers, as the reference does."""
-    begin = tl.program_id(0) * BLOCK
-    lanes = tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * ROWS
+    lanes = tl.arange(0, ROWS)
     rows = begin + lanes
     inside = rows < y.R
     value = tl.load(y.ptr + rows.to(tl.int64) * y.stride_r, mask=inside, other=0.0).to(tl.float32)
     suspects = inside & ((tl.abs(value) < float("inf")) == 0)
     if tl.max(suspects.to(tl.int32), 0) > 0:
-        is_faulty = tl.zeros([BLOCK], tl.int32)
+        is_faulty = tl.zeros([ROWS], tl.int32)
         for start in range(0, operand.C, COLUMNS):
             cols = start + tl.arange(0, COLUMNS)
             offsets = rows.to(tl.int64)[:, None] * operand.stride_r + cols.to(tl.int64)[None, :] * operand.stride_c
@@ -219,7 +218,7 @@ def note_faults_kernel(
             where = tl.load(place_ptr)
             if IN_GROUPS:
                 row = tl.min(tl.where(is_faulty > 0, rows, y.R), 0)
-                for start in range(0, count, BLOCK):
+                for start in range(0, count, ROWS):
                     ends = tl.load(offsets_ptr + start + lanes, mask=start + lanes < count, other=y.R)
                     where += tl.sum((ends <= row).to(tl.int32), 0)
             tl.atomic_cas(first_ptr, 0, where, sem="relaxed")
@@ -227,8 +226,8 @@ def note_faults_kernel(
         tl.atomic_add(faults_ptr + 1, tl.full((), 0.0, tl.float32) + y.R, sem="relaxed")
     shared = faults_ptr.to(tl.pointer_type(tl.int32))
     if HAS_SCALES:
-        largest = tl.zeros([BLOCK], tl.float32)
-        for start in range(begin, scales, tl.num_programs(0) * BLOCK):
+        largest = tl.zeros([ROWS], tl.float32)
+        for start in range(begin, scales, tl.num_programs(0) * ROWS):
             inside = start + lanes < scales
             if BY_GROUP:
                 ends = tl.load(offsets_ptr + start + lanes, mask=inside, other=0)
@@ -245,11 +244,11 @@ def note_faults(watched: WatchedOperand) -> None:
     if y.numel() == 0:
         return
     scales = 0 if scale_inv is None else scale_inv.numel()
-    programs = triton.cdiv(max(y.shape[0], scales // _SCALE_BLOCKS), _BLOCK)
+    programs = triton.cdiv(max(y.shape[0], scales // _SCALES), _ROWS)
     sources = (Source(x, *x.shape, *x.stride()) for x in (y, operand))
     scales_and_amax = faults if scale_inv is None else as_argument(scale_inv), scales, faults if amax is None else amax
     ends, count = (first, 0) if offsets is None else (offsets.contiguous(), offsets.shape[0])
     by_group = offsets is not None and scale_inv is not None and scale_inv.shape[0] == count
-    constants = scales > 0, amax is not None, operand.itemsize == 1, offsets is not None, by_group, _BLOCK, _COLUMNS
+    constants = scales > 0, amax is not None, operand.itemsize == 1, offsets is not None, by_group, _ROWS, _COLUMNS
     arguments = *sources, *scales_and_amax, place, faults, first, ends, count, *constants
     launch(note_faults_kernel, programs, arguments, num_warps=4)

@@ -67,7 +67,7 @@ def cross_entropy_kernel(
     columns,
     loss_options,  # LossOptions
     CAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
     """Write a row's loss, and the logarithm of the sum of its exponentials."""
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -77,8 +77,8 @@ def cross_entropy_kernel(
     largest = -3e38  # finite, so that a row of -inf has a NaN as its loss
     exponentials = 0.0
     total = 0.0
-    for start in range(0, columns, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+    for start in range(0, columns, TILE_C):
+        cols = start + tl.arange(0, TILE_C)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=float("-inf")).to(tl.float32)
         if CAPS:
             z = tl.where(cols < columns, loss_options.softcap * bend(z, loss_options.steepness), float("-inf"))
@@ -101,7 +101,7 @@ def cross_entropy_kernel(
 
 @triton.jit
 def gradient_of(z, lse, grad, target, cols, columns, loss_options, CAPS: tl.constexpr):
-    """Return the gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
+    """Return the gradient of logits z, where these broadcast: lse, grad and target of rows, cols [TC]."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     slope = 1.0
     if CAPS:
@@ -126,7 +126,7 @@ def cross_entropy_backward_kernel(
     columns,
     loss_options,  # LossOptions
     CAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
     """Write the gradient of a row's logits."""
     row = tl.program_id(0)
@@ -135,8 +135,8 @@ def cross_entropy_backward_kernel(
     target = tl.load(target_ptr + row)
     lse = tl.load(lse_ptr + row)
     grad = tl.load(grad_ptr + row * grad_stride).to(tl.float32)
-    for start in range(0, columns, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+    for start in range(0, columns, TILE_C):
+        cols = start + tl.arange(0, TILE_C)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
         gradient = gradient_of(z, lse, grad, target, cols, columns, loss_options, CAPS)
         tl.store(out_ptr + cols, narrow(gradient, out_ptr.dtype.element_ty), mask=cols < columns)
@@ -155,13 +155,13 @@ def cross_entropy_codes_kernel(
     CAPS: tl.constexpr,
     E5M2: tl.constexpr,
     EVEN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
 ):
     """Write the codes of the gradient of a tile of logits."""
-    strips = tl.cdiv(x.C, BC)
-    rows = tl.program_id(0) // strips * BR + tl.arange(0, BR)
-    cols = tl.program_id(0) % strips * BC + tl.arange(0, BC)
+    strips = tl.cdiv(x.C, TC)
+    rows = tl.program_id(0) // strips * TR + tl.arange(0, TR)
+    cols = tl.program_id(0) % strips * TC + tl.arange(0, TC)
     z = load_tile(x, rows, cols, EVEN)
     target = tl.load(target_ptr + rows, mask=rows < x.R, other=loss_options.ignore_index)[:, None]
     lse = tl.load(lse_ptr + rows, mask=rows < x.R, other=0.0)[:, None]

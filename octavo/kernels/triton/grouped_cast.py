@@ -92,15 +92,15 @@ def group_amax_kernel(
     """Write the amaxes and scales of groups, or of their columns."""
     if delayed_scale_ptr is not None and tl.load(delayed_scale_ptr + ROLE) != 0:
         return
-    HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
+    HEIGHT: tl.constexpr = tiling.tiles * tiling.tile_r
     strips = tl.num_programs(0) // parts
     strip = tl.program_id(0) % strips
     place = locate(groups, tl.program_id(0) // strips, x.R, HEIGHT, grouping)
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
-    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    largest_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    for first in range(place.first, tl.minimum(place.first + HEIGHT, place.size), tiling.block_r):
-        local = first + tl.arange(0, tiling.block_r)
+    cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
+    largest = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    largest_of_half = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+    for first in range(place.first, tl.minimum(place.first + HEIGHT, place.size), tiling.tile_r):
+        local = first + tl.arange(0, tiling.tile_r)
         tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
@@ -150,14 +150,14 @@ def cast_group_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Write codes by the scales of groups or of their columns."""
-    HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
+    HEIGHT: tl.constexpr = tiling.tiles * tiling.tile_r
     programs = tl.num_programs(0)
     program = tl.program_id(0)
     if delayed_scale_ptr is None:
         program = programs - 1 - program  # what group_amax_kernel read last is still in the cache
     strips = programs // parts
     place = locate(groups, program // strips, x.R, HEIGHT, grouping)
-    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    cols = (program % strips) * tiling.tile_c + tl.arange(0, tiling.tile_c)
     group, _, lines, lines_of_half, inside = lines_of_group(x, groups, place, cols, COLUMNS, tiling)
     scale = known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE)
     if COLUMNS:
@@ -165,10 +165,10 @@ def cast_group_kernel(
     scale_of_half = scale
     if COLUMNS and tiling.halves:
         scale_of_half = known_scale(delayed_scale_ptr, scales_ptr, lines_of_half, inside, ROLE)[None, :]
-    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    largest = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     last = tl.minimum(place.first + HEIGHT, tl.maximum(place.height, place.columns))
-    for first in range(place.first, last, tiling.block_r):
-        local = first + tl.arange(0, tiling.block_r)
+    for first in range(place.first, last, tiling.tile_r):
+        local = first + tl.arange(0, tiling.tile_r)
         tile, other_half = produce_of_group(x, extra, place, local, cols, function, grouping, tiling)
         if delayed_scale_ptr is not None:
             largest = tl.maximum(largest, finite_magnitudes(tile, other_half, tiling))
@@ -194,20 +194,20 @@ def cast_group_kernel(
 
 def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: Tensor) -> tuple[Tensor, ...]:
     """Compute the op ``octavo::cast`` of rows in groups; its contract is in signatures.py."""
-    inputs, tile = cast_input(source), scaling.tile
-    if not inputs.fits(tile) and not (inputs.rows * inputs.cols == 0 and is_small_block(tile)):
+    inputs, block = cast_input(source), scaling.tile
+    if not inputs.fits(block) and not (inputs.rows * inputs.cols == 0 and is_small_block(block)):
         return reference_cast(source, scaling, None, output, offsets)
     q, t, scale_inv, amax = new_cast(source, scaling, None, output, offsets)
     inputs.clear_padding(q, output.pad)
     out = outputs_to(codes_to(q, t), scale_inv, amax)
-    h_tile_r = inputs.function.tile_r if isinstance(inputs.extra, Input) and inputs.extra.scale_inv is not None else 1
-    ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
+    h_block_r = inputs.function.block_r if isinstance(inputs.extra, Input) and inputs.extra.scale_inv is not None else 1
+    ragged = output.transpose or block[0] != 1 or h_block_r != 1
     sizes = {"columns": t.shape[1], "scale_rows": scale_inv.shape[0]}
-    groups, grouping = on_device(offsets, output.pad, tile_r=tile[0], h_tile_r=h_tile_r, ragged=ragged, **sizes)
+    groups, grouping = on_device(offsets, output.pad, block_r=block[0], h_block_r=h_block_r, ragged=ragged, **sizes)
     inputs = inputs._replace(groups=(groups, grouping))
-    if tile == (1, ALL):
+    if block == (1, ALL):
         cast_by_row(inputs, scaling, out)
-    elif tile[0] == ALL:
+    elif block[0] == ALL:
         _cast_by_group(inputs, groups, grouping, scaling, out)
     else:
         cast_by_block(inputs, None, (scaling, out))

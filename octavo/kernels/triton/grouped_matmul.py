@@ -4,7 +4,7 @@
                        that are in no group
     terms in groups    each group's product has programs of its own, whose sums are as long as the group
 
-A part is written as matmul.py writes it. Tiles that no step of 32 along the contraction divides go to the reference,
+A part is written as matmul.py writes it. Blocks that no step of 32 along the contraction divides go to the reference,
 which waits for the groups' sizes.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import GroupedOperands, OperandPair
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
-from octavo.kernels.triton.groups import fill_part, locate, on_device, scales_before, sizes_of, tiles_of
+from octavo.kernels.triton.groups import fill_part, locate, on_device, pieces_of, scales_before, sizes_of
 from octavo.kernels.triton.launch import Config, config, launch
 from octavo.kernels.triton.library_matmul import is_right_in_groups, library_grouped_matmul
 from octavo.kernels.triton.matmul import (
@@ -55,20 +55,20 @@ def rows_in_groups_kernel(
     tiling: tl.constexpr,  # ProductTiling
 ):
     """Write out [R, N]: of each group's rows a [., K] . its b [N, K]^T + its bias [N]; 0 of rows in no group."""
-    BLOCK_M: tl.constexpr = tiling.block_m
-    BLOCK_N: tl.constexpr = tiling.block_n
-    index, n = place_of_program(parts, tl.cdiv(b.rows, BLOCK_N))
-    place = locate(groups, index, a.rows, BLOCK_M, grouping)
-    first_n = n * BLOCK_N
+    TILE_M: tl.constexpr = tiling.tile_m
+    TILE_N: tl.constexpr = tiling.tile_n
+    index, n = place_of_program(parts, tl.cdiv(b.rows, TILE_N))
+    place = locate(groups, index, a.rows, TILE_M, grouping)
+    first_n = n * TILE_N
     if place.size == 0:
         _, is_wrong = sizes_of(groups, a.rows, grouping)
         value = tl.where(is_wrong, float("nan"), 0.0)
-        fill_part(out_ptr, value, a.rows, b.rows, place.start + place.first, first_n, BLOCK_M, BLOCK_N)
+        fill_part(out_ptr, value, a.rows, b.rows, place.start + place.first, first_n, TILE_M, TILE_N)
     else:
         group = place.group.to(tl.int64)
         start = place.start.to(tl.int64)
-        a_of_group = part_of(a, start * a.stride, place.size, place.scale_row * a.scale_stride_r)
-        b_of_group = part_of(b, group * b_stride, b.rows, place.group * b_scale_stride)
+        a_of_group = operand_at(a, start * a.stride, place.size, place.scale_row * a.scale_stride_r)
+        b_of_group = operand_at(b, group * b_stride, b.rows, place.group * b_scale_stride)
         bias = None if bias_ptr is None else bias_ptr + group * b.rows
         write_part(Product(a_of_group, b_of_group, bias, K), out_ptr + start * b.rows, place.first, first_n, tiling)
 
@@ -79,37 +79,37 @@ def terms_in_groups_kernel(
     b,
     groups,
     out_ptr,
-    grouping: tl.constexpr,  # Grouping, whose tile_r and h_tile_r are of a's and of b's columns
+    grouping: tl.constexpr,  # Grouping, whose block_r and h_block_r are of a's and of b's columns
     tiling: tl.constexpr,  # ProductTiling
 ):
     """Write out [groups, N, K]: a's columns of a group [N, .] . b's [K, .]^T."""
-    BLOCK_M: tl.constexpr = tiling.block_m
-    BLOCK_N: tl.constexpr = tiling.block_n
+    TILE_M: tl.constexpr = tiling.tile_m
+    TILE_N: tl.constexpr = tiling.tile_n
     PAD: tl.constexpr = grouping.pad
-    A_COLS: tl.constexpr = grouping.tile_r
-    B_COLS: tl.constexpr = grouping.h_tile_r
-    height = tl.cdiv(a.rows, BLOCK_M)
-    m, n = place_of_program(height * groups.count, tl.cdiv(b.rows, BLOCK_N))
+    A_COLS: tl.constexpr = grouping.block_r
+    B_COLS: tl.constexpr = grouping.h_block_r
+    height = tl.cdiv(a.rows, TILE_M)
+    m, n = place_of_program(height * groups.count, tl.cdiv(b.rows, TILE_N))
     group = m // height
-    first_m = (m % height) * BLOCK_M
-    first_n = n * BLOCK_N
+    first_m = (m % height) * TILE_M
+    first_n = n * TILE_N
     sizes, is_wrong = sizes_of(groups, groups.columns, grouping)
-    tiles = tiles_of(sizes, PAD)
-    is_wrong = is_wrong | (tl.sum(tiles, 0) * PAD > groups.columns)
+    pieces = pieces_of(sizes, PAD)
+    is_wrong = is_wrong | (tl.sum(pieces, 0) * PAD > groups.columns)
     out_ptr += group.to(tl.int64) * a.rows * b.rows
     if is_wrong:
-        fill_part(out_ptr, float("nan"), a.rows, b.rows, first_m, first_n, BLOCK_M, BLOCK_N)
+        fill_part(out_ptr, float("nan"), a.rows, b.rows, first_m, first_n, TILE_M, TILE_N)
     else:
         groups_before = tl.arange(0, grouping.width) < group
-        start = tl.multiple_of(tl.sum(tl.where(groups_before, tiles, 0), 0) * PAD, PAD)
-        terms = tl.multiple_of(tl.sum(tl.where(tl.arange(0, grouping.width) == group, tiles, 0), 0) * PAD, PAD)
-        a_of_group = part_of(a, start, a.rows, scales_before(group, sizes, groups_before, A_COLS) * a.scale_stride_c)
-        b_of_group = part_of(b, start, b.rows, scales_before(group, sizes, groups_before, B_COLS) * b.scale_stride_c)
+        start = tl.multiple_of(tl.sum(tl.where(groups_before, pieces, 0), 0) * PAD, PAD)
+        terms = tl.multiple_of(tl.sum(tl.where(tl.arange(0, grouping.width) == group, pieces, 0), 0) * PAD, PAD)
+        a_of_group = operand_at(a, start, a.rows, scales_before(group, sizes, groups_before, A_COLS) * a.scale_stride_c)
+        b_of_group = operand_at(b, start, b.rows, scales_before(group, sizes, groups_before, B_COLS) * b.scale_stride_c)
         write_part(Product(a_of_group, b_of_group, None, terms), out_ptr, first_m, first_n, tiling)
 
 
 @triton.jit
-def part_of(operand, first, rows, first_scale):
+def operand_at(operand, first, rows, first_scale):
     """Return an operand from its code ``first`` and its scale ``first_scale`` on, of so many rows."""
     _, _, stride, scale_inv, stride_r, stride_c, _ = operand
     return Operand(operand.ptr + first, rows, stride, scale_inv, stride_r, stride_c, first_scale)
@@ -125,7 +125,7 @@ def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum
 
 
 def triton_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Return the Triton kernels' product, for tiles whose columns are a multiple of 32, or all."""
+    """Return the Triton kernels' product, for blocks whose columns are a multiple of 32, or all."""
     out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
     if out.numel() > 0:
         a, b = in_one_dtype(operands.a, operands.b)
@@ -141,9 +141,9 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     count, N, K = codes.shape
     first = operand_of(OperandPair(codes[0], b.scale_inv[0], b.tile))
     chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
-    parts = a.codes.shape[0] // chosen.block_r + count + 1
-    programs = parts * triton.cdiv(N, chosen.block_c)
-    groups, grouping = on_device(offsets, tile_r=a.tile[0], h_tile_r=ALL, scale_rows=a.scale_inv.shape[0])
+    parts = a.codes.shape[0] // chosen.tile_r + count + 1
+    programs = parts * triton.cdiv(N, chosen.tile_c)
+    groups, grouping = on_device(offsets, block_r=a.tile[0], h_block_r=ALL, scale_rows=a.scale_inv.shape[0])
     strides, tiling = (codes.stride(0), b.scale_inv.stride(0)), tiling_of(a, b, fast_accum, chosen, K)
     arguments = operand_of(a), first, *strides, bias_of(bias, out.dtype), K, groups, parts, out, grouping, tiling
     launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
@@ -157,7 +157,7 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
     groups, grouping = on_device(offsets, pad, a.tile[1], b.tile[1], columns=a.codes.shape[1])
     tiling = tiling_of(a, b, fast_accum, chosen, 1)  # of any number of terms
     arguments = operand_of(a), operand_of(b), groups, out, grouping, tiling
-    programs = count * triton.cdiv(N, chosen.block_r) * triton.cdiv(K, chosen.block_c)
+    programs = count * triton.cdiv(N, chosen.tile_r) * triton.cdiv(K, chosen.tile_c)
     launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.launch import tile_size
+from octavo.kernels.triton.launch import block_size
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import narrow
 
@@ -38,8 +38,8 @@ class Grouping(NamedTuple):
     width: int  # a power of two, the number of groups or more
     ragged: bool  # whether kernels need to know where groups begin; else only where the last ends
     pad: int  # the multiple to which a group's transposed columns are padded
-    tile_r: int  # rows of a group that share a scale; launch.WHOLE for all
-    h_tile_r: int  # rows that share a scale_inv in an activation's input, if that is codes
+    block_r: int  # rows of a group that share a scale; launch.WHOLE for all
+    h_block_r: int  # rows that share a scale_inv in an activation's input, if that is codes
 
 
 class GroupOfProgram(NamedTuple):
@@ -70,16 +70,16 @@ def sizes_of(groups, R, grouping: tl.constexpr):
 
 
 @triton.jit
-def tiles_of(sizes, TILE: tl.constexpr):
-    """Return how many tiles of so many rows each group has."""
-    return (sizes + (TILE - 1)) // TILE
+def pieces_of(sizes, ROWS: tl.constexpr):
+    """Return how many pieces of so many rows cover each group."""
+    return (sizes + (ROWS - 1)) // ROWS
 
 
 @triton.jit
-def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
+def scales_before(group, sizes, groups_before, ROWS: tl.constexpr):
     """Return how many scales the groups before this one have, each for so many rows or columns of a group."""
     ALL: tl.constexpr = 1 << 30  # launch.WHOLE
-    return group if TILE == ALL else tl.sum(tl.where(groups_before, tiles_of(sizes, TILE), 0), 0)
+    return group if ROWS == ALL else tl.sum(tl.where(groups_before, pieces_of(sizes, ROWS), 0), 0)
 
 
 @triton.jit
@@ -92,25 +92,25 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
     if grouping is None:
         place = GroupOfProgram(part=index, first=index * HEIGHT, size=R, height=R)
     elif grouping.ragged:
-        ROWS: tl.constexpr = grouping.tile_r
-        H_ROWS: tl.constexpr = grouping.h_tile_r
+        ROWS: tl.constexpr = grouping.block_r
+        H_ROWS: tl.constexpr = grouping.h_block_r
         PAD: tl.constexpr = grouping.pad
         sizes, _ = sizes_of(groups, R, grouping)
-        tiles = tiles_of(sizes, HEIGHT)
-        groups_before = tl.cumsum(tiles, 0) <= index  # groups whose programs come before this one
+        programs = pieces_of(sizes, HEIGHT)
+        groups_before = tl.cumsum(programs, 0) <= index  # groups whose programs come before this one
         group = tl.sum(groups_before.to(tl.int32), 0)
-        part = index - tl.sum(tl.where(groups_before, tiles, 0), 0)
+        part = index - tl.sum(tl.where(groups_before, programs, 0), 0)
         first = part * HEIGHT
         start = tl.sum(tl.where(groups_before, sizes, 0), 0)
         size = tl.sum(tl.where(tl.arange(0, grouping.width) == group, sizes, 0), 0)
         is_none = group == grouping.width
         height = tl.where(is_none, R - start, size)
-        column = tl.multiple_of(tl.sum(tl.where(groups_before, tiles_of(sizes, PAD), 0), 0) * PAD, PAD)
+        column = tl.multiple_of(tl.sum(tl.where(groups_before, pieces_of(sizes, PAD), 0), 0) * PAD, PAD)
         columns = tl.where(is_none, groups.columns - column, (size + (PAD - 1)) // PAD * PAD)
         scale_row = tl.minimum(group, groups.count)
         scale_rows = tl.where(is_none, 0, 1)
         if ROWS != ALL:
-            scale_row = tl.sum(tl.where(groups_before, tiles_of(sizes, ROWS), 0), 0)
+            scale_row = tl.sum(tl.where(groups_before, pieces_of(sizes, ROWS), 0), 0)
             scale_rows = tl.where(is_none, groups.scale_rows - scale_row, (size + (ROWS - 1)) // ROWS)
         place = GroupOfProgram(
             part=part,
@@ -140,7 +140,7 @@ def produce_of_group(
     if tiling.grouped:
         is_mine = local < place.size
         rows = tl.where(is_mine, place.start + local, x.R)
-        scale_rows = tl.where(is_mine, place.h_row + local // grouping.h_tile_r, 0)
+        scale_rows = tl.where(is_mine, place.h_row + local // grouping.h_block_r, 0)
         tile, other_half = produce(x, extra, rows, cols, function, tiling.even, scale_rows)
     else:
         tile, other_half = produce(x, extra, local, cols, function, tiling.even)
@@ -166,22 +166,22 @@ def fill_part(out_ptr, value, rows_end, cols_end, first_m, first_n, M: tl.conste
     """Write one value to a part [M, N] of a result, up to rows_end and cols_end, its width."""
     m = first_m + tl.arange(0, M)
     n = first_n + tl.arange(0, N)
-    part = narrow(tl.zeros([M, N], tl.float32) + value, out_ptr.dtype.element_ty)
+    values = narrow(tl.zeros([M, N], tl.float32) + value, out_ptr.dtype.element_ty)
     offsets = m.to(tl.int64)[:, None] * cols_end + n[None, :]
-    tl.store(out_ptr + offsets, part, mask=(m < rows_end)[:, None] & (n < cols_end)[None, :])
+    tl.store(out_ptr + offsets, values, mask=(m < rows_end)[:, None] & (n < cols_end)[None, :])
 
 
 def on_device(
     offsets: Tensor,
     pad: int = 1,
-    tile_r: int = 1,
-    h_tile_r: int = 1,
+    block_r: int = 1,
+    h_block_r: int = 1,
     ragged: bool = True,
     columns: int = 0,
     scale_rows: int = 0,
 ) -> tuple[Groups, Grouping]:
-    """Return what kernels read of groups that end at these offsets; unlike Grouping's, rows of tiles may be ALL."""
+    """Return what kernels read of groups that end at these offsets; unlike Grouping's, rows of blocks may be ALL."""
     count = offsets.shape[0]
     width = max(16, triton.next_power_of_2(count))
-    grouping = Grouping(width, ragged, pad, tile_size(tile_r), tile_size(h_tile_r))
+    grouping = Grouping(width, ragged, pad, block_size(block_r), block_size(h_block_r))
     return Groups(offsets.contiguous(), count, columns, scale_rows), grouping

@@ -31,14 +31,14 @@ SHIPPED = Path(__file__).with_name("configs.json")
 
 
 class Config(NamedTuple):
-    """A kernel's tile [block_r, block_c], of "optimizer_step" block_r blocks of block_c, and a program's warps.
+    """A kernel's tile [tile_r, tile_c], of "optimizer_step" tile_r blocks of tile_c, and a program's warps.
 
     ``depth``: how many tiles a program does; of kinds of matmul how many stages it loads ahead, of norm_backward how
     many programs a multiprocessor has.
     """
 
-    block_r: int
-    block_c: int
+    tile_r: int
+    tile_c: int
     depth: int
     num_warps: int
 
@@ -49,7 +49,7 @@ class TileTable(NamedTuple):
     Attributes:
         configs: {kind of kernel: rows}; a row is [the largest log2 of a tensor's elements that it is for, *Config], and
             the last one serves all larger tensors too.
-        library: (a's tile, b's tile, fast_accum) of each of these products.
+        library: (a's block, b's block, fast_accum) of each of these products.
     """
 
     configs: dict[str, list[list[int]]]
@@ -87,7 +87,7 @@ class TileTable(NamedTuple):
         rows = self.configs[kind]
         chosen = Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
         transposes = "transpose" in kind or kind.startswith("cast_lines")
-        return chosen._replace(block_r=max(chosen.block_r, PADDING)) if transposes else chosen
+        return chosen._replace(tile_r=max(chosen.tile_r, PADDING)) if transposes else chosen
 
     @staticmethod
     @contextmanager
@@ -129,10 +129,10 @@ def _forget_choices() -> None:
 
 def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
     """Return a configuration whose tile holds whole blocks of these (rows, columns), with warps to suit, up to 16."""
-    block_r = max(chosen.block_r, *(rows for rows, _ in blocks))
-    block_c = max(chosen.block_c, *(cols for _, cols in blocks))
-    larger = block_r * block_c // (chosen.block_r * chosen.block_c)
-    return Config(block_r, block_c, chosen.depth, min(16, chosen.num_warps * larger))
+    tile_r = max(chosen.tile_r, *(rows for rows, _ in blocks))
+    tile_c = max(chosen.tile_c, *(cols for _, cols in blocks))
+    larger = tile_r * tile_c // (chosen.tile_r * chosen.tile_c)
+    return Config(tile_r, tile_c, chosen.depth, min(16, chosen.num_warps * larger))
 
 
 def as_argument(scale_inv: Tensor) -> Tensor:
@@ -140,11 +140,11 @@ def as_argument(scale_inv: Tensor) -> Tensor:
     return scale_inv.view(torch.uint8) if scale_inv.dtype is E8M0 else scale_inv
 
 
-WHOLE = 1 << 30  # a tile of so many rows or columns holds them all
+WHOLE = 1 << 30  # a block of so many rows or columns holds them all
 
 
-def tile_size(size: int) -> int:
-    """Return a tile's rows or columns as kernels divide by them: WHOLE for ALL."""
+def block_size(size: int) -> int:
+    """Return a block's rows or columns as kernels divide by them: WHOLE for ALL."""
     return WHOLE if size == ALL else size
 
 
@@ -159,6 +159,7 @@ WORK = 1 << 16  # int32 a stream: amaxes that programs share, of rows and column
 # is ever freed, as launches under way and CUDA graphs use them
 _work: dict[tuple[int, int, bool], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
+_POOL, _FEW = 32, 8  # how many are added to a pool at once, where fewer than so many are left
 
 
 @repeatable
@@ -167,29 +168,27 @@ def workspace(x: Tensor, size: int) -> Tensor:
 
     Launches on a stream follow each other, so each stream has one workspace and no launch clears it. Launches captured
     on the stream have another: torch hands out 32 streams in turn, and a graph may be replayed beside launches on the
-    stream that it was captured on. All workspaces come from one allocation, made and cleared outside any CUDA graph.
+    stream that it was captured on. Workspaces are made and cleared many at once, outside any CUDA graph: by any launch
+    there, also on a stream that has its own, so that later captures find some.
 
     Raises:
-        RuntimeError: if the device's first launch is inside a graph capture.
+        RuntimeError: if no launch since the last _FEW captures on new streams was outside a graph capture.
     """
     if size > WORK:
         return torch.zeros(size, dtype=torch.int32, device=x.device)
     index = x.get_device()
-    stream_key = (current_raw_stream(index), torch.cuda.is_current_stream_capturing()) if index >= 0 else (0, False)
-    if (work := _work.get((index, *stream_key))) is None:
-        work = _work[index, *stream_key] = _next_work(x.device, index)
-    return work
-
-
-def _next_work(device: torch.device, index: int) -> Tensor:
-    """Return a workspace that no stream has yet, from the pool of a device, which the first call allocates."""
-    if not (pool := _pools.get(index)):
-        if index >= 0 and is_capturing():
+    captures = index >= 0 and torch.cuda.is_current_stream_capturing()
+    key = index, current_raw_stream(index) if index >= 0 else 0, captures
+    pool = _pools.setdefault(index, [])
+    if len(pool) < _FEW and not captures:
+        pool += torch.zeros(_POOL, WORK, dtype=torch.int32, device=x.device).unbind()
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)  # other streams will use the pool
+    if key not in _work:
+        if not pool:
             raise RuntimeError("run the step once before capturing it in a CUDA graph: octavo's scratch is made there")
-        pool = _pools[index] = list(torch.zeros(32, WORK, dtype=torch.int32, device=device).unbind())
-        if index >= 0:
-            torch.cuda.synchronize(device)  # other streams will use the pool
-    return pool.pop()
+        _work[key] = pool.pop()
+    return _work[key]
 
 
 @repeatable

@@ -38,7 +38,7 @@ from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.cast_blocks import swizzled_place
-from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
+from octavo.kernels.triton.groups import fill_part, locate, on_device, pieces_of, sizes_of
 from octavo.kernels.triton.launch import LIBRARY, as_argument, is_capturing, launch
 from octavo.kernels.triton.replay import recorder
 from octavo.numerics import E8M0
@@ -49,7 +49,7 @@ _TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
 _MULTIPLE = 16  # torch's products take sizes that are multiples of it
 assert PADDING % _MULTIPLE == 0, "what casts pad, torch's products take"
 
-# The names of tiles in torch's product; tiles of 128 are for Hopper, those of 32 for later GPUs.
+# The names of blocks in torch's product; those of 128 are for Hopper, those of 32 for later GPUs.
 _SCALINGS = {
     _TENSOR: ScalingType.TensorWise,
     _ROW: ScalingType.RowWise,
@@ -77,7 +77,7 @@ def reads_swizzled(device: torch.device) -> bool:
 
 
 def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
-    """Whether a device computes a kind of products rightly, asked once: (device, a's tile, b's tile, ...)."""
+    """Whether a device computes a kind of products rightly, asked once: (device, a's block, b's block, ...)."""
     if (is_right_here := _known.get(kind)) is not None:
         return is_right_here
     if (recording := recorder()) is not None:
@@ -103,28 +103,28 @@ def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], referen
 
 
 def _agrees(
-    device: torch.device, a_tile: Tile, b_tile: Tile, dtypes: tuple[torch.dtype, ...], has_bias: bool, fast_accum: bool
+    device: torch.device, a_block: Tile, b_block: Tile, dtypes: Sequence[torch.dtype], has_bias: bool, fast_accum: bool
 ) -> bool:
     """Whether torch's product of a small case is the reference's, in every row and column; dtypes: of a, b and it."""
     a_dtype, b_dtype, out_dtype = dtypes
     generator = torch.Generator().manual_seed(0)
     rows, cols = 144, 272  # two blocks of rows and three of columns, the last not whole
-    terms = 384 if a_tile[1] != ALL or b_tile[1] != ALL else 272  # an odd number of blocks, or none
+    terms = 384 if a_block[1] != ALL or b_block[1] != ALL else 272  # an odd number of blocks, or none
 
-    def pair(count: int, tile: Tile, dtype: torch.dtype) -> OperandPair:
+    def pair(count: int, block: Tile, dtype: torch.dtype) -> OperandPair:
         codes = torch.randn(count, terms, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        return _with_random_scales(codes, scale_shape(codes.shape, tile), tile, generator)
+        return _with_random_scales(codes, scale_shape(codes.shape, block), block, generator)
 
     bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
-    case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
+    case = ProductArguments(pair(rows, a_block, a_dtype), pair(cols, b_block, b_dtype), bias)
     reference = reference_matmul(case, torch.float32, False)
     return _is_near(library_matmul, (_on(device, case), out_dtype, fast_accum), reference)
 
 
-def _with_random_scales(codes: Tensor, shape: Sequence[int], tile: Tile, generator: torch.Generator) -> OperandPair:
+def _with_random_scales(codes: Tensor, shape: Sequence[int], block: Tile, generator: torch.Generator) -> OperandPair:
     """Return codes with random scales between 1 and 16, which are powers of two for 1 x 32."""
     log2 = 4 * torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return OperandPair(codes, torch.exp2(log2.round()).to(E8M0) if tile == MX else torch.exp2(log2), tile)
+    return OperandPair(codes, torch.exp2(log2.round()).to(E8M0) if block == MX else torch.exp2(log2), block)
 
 
 def _on(device: torch.device, case: ProductArguments | GroupedOperands) -> Any:
@@ -135,29 +135,29 @@ def _on(device: torch.device, case: ProductArguments | GroupedOperands) -> Any:
 def library_kinds(device: torch.device) -> dict[str, bool]:
     """Return whether the device computes rightly each kind of product that configs.json gives to torch, by its name."""
     right_by_name = {}
-    for a_tile, b_tile, fast_accum in sorted(LIBRARY):
-        name = f"{granularity_of(a_tile)} . {granularity_of(b_tile)}{', fast accumulation' * fast_accum}"
-        right_by_name[name] = _agrees(device, a_tile, b_tile, *_PLAIN, fast_accum)
+    for a_block, b_block, fast_accum in sorted(LIBRARY):
+        name = f"{granularity_of(a_block)} . {granularity_of(b_block)}{', fast accumulation' * fast_accum}"
+        right_by_name[name] = _agrees(device, a_block, b_block, *_PLAIN, fast_accum)
     return right_by_name
 
 
 def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
     """Whether torch's product takes these operands: whether its checks and cuBLAS's are met."""
-    (a, _, a_tile), (b, _, b_tile), bias = operands
+    (a, _, a_block), (b, _, b_block), bias = operands
     (M, K), N = a.shape, b.shape[0]
     if K % _MULTIPLE or N % _MULTIPLE or not a.stride() == b.stride() == (K, 1):
         return False
     if M * N * K == 0 or a.dtype is b.dtype is torch.float8_e5m2:
         return False
-    if a_tile == b_tile == _TENSOR:
+    if a_block == b_block == _TENSOR:
         return out_dtype is torch.bfloat16 or bias is None
     if out_dtype is not torch.bfloat16:
         return False
-    if a_tile == MX or b_tile == MX:
-        return a_tile == b_tile and have_e8m0_blocks(operands.a, operands.b) and K % MX[1] == 0
+    if a_block == MX or b_block == MX:
+        return a_block == b_block and have_e8m0_blocks(operands.a, operands.b) and K % MX[1] == 0
     # the scales of 1x128 blocks lie row by row, in sixteens of bytes
-    aligned = all(tile != _BLOCK or rows % 4 == 0 for tile, rows in ((a_tile, M), (b_tile, N)))
-    return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
+    aligned = all(block != _BLOCK or rows % 4 == 0 for block, rows in ((a_block, M), (b_block, N)))
+    return (a_block == b_block == _ROW) or (aligned and K % 128 == 0)
 
 
 def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -176,22 +176,22 @@ def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accu
     )
 
 
-def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
+def laid_scale_inv(scale_inv: Tensor, block: Tile, dim: int) -> Tensor:
     """Return scale_inv laid as torch's product wants it; blocks of 32 that a cast has not swizzled take a launch.
 
     Args:
         scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks; of 1x32 in E8M0.
-        tile: of the operand, the contraction last.
+        block: of the operand, the contraction last.
         dim: which dimension of a single column's result has size 1.
     """
-    if tile == MX:
+    if block == MX:
         return swizzled(scale_inv) if scale_inv.ndim == 2 else scale_inv
     scale_inv = scale_inv.to(torch.float32)
-    if tile == _TENSOR:
+    if block == _TENSOR:
         return scale_inv
-    if tile[1] == ALL:
+    if block[1] == ALL:
         return scale_inv.reshape(-1).unsqueeze(dim)  # even a size of 1 must have the stride of a contiguous tensor
-    if tile == _BLOCK:
+    if block == _BLOCK:
         return scale_inv.t().contiguous().t()  # as casts write it
     # without padding to a multiple of 4 cuBLAS reads wrong scales; F.pad would copy a multiple of 4 too
     missing = -scale_inv.shape[1] % 4
@@ -204,24 +204,24 @@ def checked_ends_kernel(groups, R, ends_ptr, grouping: tl.constexpr):
     PAD: tl.constexpr = grouping.pad
     indices = tl.arange(0, grouping.width)
     sizes, _ = sizes_of(groups, R, grouping)
-    ends = tl.cumsum(tiles_of(sizes, PAD), 0) * PAD
+    ends = tl.cumsum(pieces_of(sizes, PAD), 0) * PAD
     tl.store(ends_ptr + indices, tl.where(tl.max(ends, 0) > R, 0, ends), mask=indices < groups.count)
 
 
 @triton.jit
-def mend_kernel(groups, R, out_ptr, height, width, grouping: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr):
+def mend_kernel(groups, R, out_ptr, height, width, grouping: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr):
     """Write 0 to the rows in no group of out [height, width], if RAGGED; NaN to all where offsets are wrong."""
     PAD: tl.constexpr = grouping.pad
     sizes, is_wrong = sizes_of(groups, R, grouping)
-    padded = tl.sum(tiles_of(sizes, PAD), 0) * PAD
+    padded = tl.sum(pieces_of(sizes, PAD), 0) * PAD
     is_wrong = is_wrong | (padded > R)
-    first = tl.program_id(0) // tl.cdiv(width, BLOCK) * BLOCK
+    first = tl.program_id(0) // tl.cdiv(width, TILE) * TILE
     last = tl.where(is_wrong, 0, padded if RAGGED else height)
-    if first + BLOCK > last:
-        first_n = tl.program_id(0) % tl.cdiv(width, BLOCK) * BLOCK
+    if first + TILE > last:
+        first_n = tl.program_id(0) % tl.cdiv(width, TILE) * TILE
         value = tl.where(is_wrong, float("nan"), 0.0)
-        end = tl.minimum(height, first + BLOCK)
-        fill_part(out_ptr, value, end, width, tl.maximum(first, last), first_n, BLOCK, BLOCK)
+        end = tl.minimum(height, first + TILE)
+        fill_part(out_ptr, value, end, width, tl.maximum(first, last), first_n, TILE, TILE)
 
 
 @triton.jit
@@ -274,7 +274,7 @@ def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
     )
 
 
-def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bool, fast_accum: bool) -> bool:
+def _agrees_in_groups(device: torch.device, block: Tile, _: Tile, ragged_rows: bool, fast_accum: bool) -> bool:
     """Whether torch's product of a small case is the reference's, in every group, row and column."""
     generator = torch.Generator().manual_seed(0)
     offsets = torch.tensor([40, 40, 41, 58, 170], dtype=torch.int32, device="cpu")
@@ -286,10 +286,10 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # a cast, for its padding is 0
             codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=PADDING), offsets)[1]
-        return _with_random_scales(codes, scales, tile, generator)
+        return _with_random_scales(codes, scales, block, generator)
 
     if ragged_rows:
-        cols = tiles_along(K, tile[1])
+        cols = tiles_along(K, block[1])
         a, b = pair(rows, (rows, cols)), pair(groups * N, (groups, N, cols))
         b = b._replace(codes=b.codes.unflatten(0, (groups, N)))
     else:
@@ -322,7 +322,7 @@ def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tenso
         use_fast_accum=fast_accum and a.tile == _ROW,
     )
     width = out.shape[-1]
-    height, block = out.numel() // width, 128
-    programs = triton.cdiv(height, block) * triton.cdiv(width, block)
-    launch(mend_kernel, programs, (groups, size, out, height, width, grouping, ragged, block), 4)
+    height, tile = out.numel() // width, 128
+    programs = triton.cdiv(height, tile) * triton.cdiv(width, tile)
+    launch(mend_kernel, programs, (groups, size, out, height, width, grouping, ragged, tile), 4)
     return out

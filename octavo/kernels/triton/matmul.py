@@ -1,7 +1,7 @@
 """The product of two pairs, a . b^T: torch's scaled product where it serves, a Triton one for all others.
 
 LIBRARY, of configs.json, says for which granularities torch's is called, where the device computes it rightly
-(library_matmul.py). Tiles that no step of 32 along K divides go to the reference.
+(library_matmul.py). Blocks that no step of 32 along K divides go to the reference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import OperandPair, ProductArguments, have_e8m0_blocks
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.launch import LIBRARY, Config, as_argument, config, launch, tile_size
+from octavo.kernels.triton.launch import LIBRARY, Config, as_argument, block_size, config, launch
 from octavo.kernels.triton.library_matmul import is_right, library_matmul
 from octavo.kernels.triton.tiles import decode, load_scale_inv, narrow
 
@@ -50,26 +50,26 @@ class Product(NamedTuple):
 
 
 class ProductTiling(NamedTuple):
-    """A program's part of a product; a step of block_k lies in one tile of each operand."""
+    """A program's part of a product; a step of tile_k lies in one block of each operand."""
 
-    a_tile: tuple[int, int]  # (rows, columns) that share a scale; columns -1 for all
-    b_tile: tuple[int, int]
+    a_block: tuple[int, int]  # (rows, columns) that share a scale; columns -1 for all
+    b_block: tuple[int, int]
     fast: bool
     even_k: bool  # K is whole steps
-    block_m: int
-    block_n: int
-    block_k: int
+    tile_m: int
+    tile_n: int
+    tile_k: int
     dots: int  # products a step, of one or two halves of the columns
-    scaled: bool = False  # by the tensor cores, whose steps hold several tiles: scales are E8M0
+    scaled: bool = False  # by the tensor cores, whose steps hold several blocks: scales are E8M0
 
 
 @triton.jit
 def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
     """Write out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
-    m, n = place_of_program(tl.cdiv(a.rows, tiling.block_m), tl.cdiv(b.rows, tiling.block_n))
+    m, n = place_of_program(tl.cdiv(a.rows, tiling.tile_m), tl.cdiv(b.rows, tiling.tile_n))
     a = Operand(a.ptr, a.rows, a.stride, a.scale_inv, variable(a.scale_stride_r), variable(a.scale_stride_c))
     b = Operand(b.ptr, b.rows, b.stride, b.scale_inv, variable(b.scale_stride_r), variable(b.scale_stride_c))
-    write_part(Product(a, b, bias_ptr, K), out_ptr, m * tiling.block_m, n * tiling.block_n, tiling)
+    write_part(Product(a, b, bias_ptr, K), out_ptr, m * tiling.tile_m, n * tiling.tile_n, tiling)
 
 
 @triton.jit
@@ -81,58 +81,58 @@ def variable(stride):
 @triton.jit
 def write_part(product, out_ptr, first_m, first_n, tiling: tl.constexpr):
     """Write a program's part of a product."""
-    A_COLS: tl.constexpr = tiling.a_tile[1]
-    B_COLS: tl.constexpr = tiling.b_tile[1]
+    A_COLS: tl.constexpr = tiling.a_block[1]
+    B_COLS: tl.constexpr = tiling.b_block[1]
     if tiling.scaled or (A_COLS == -1 and B_COLS == -1):
         store_part(product, sum_of_codes(product, first_m, first_n, tiling), out_ptr, first_m, first_n)
     else:
-        COLS: tl.constexpr = tiling.block_n // tiling.dots
+        COLS: tl.constexpr = tiling.tile_n // tiling.dots
         left, right, is_extreme = sum_of_steps(product, first_m, first_n, tiling, False)
         store_part(product, left, out_ptr, first_m, first_n)
         if tiling.dots == 2:
             store_part(product, right, out_ptr, first_m, first_n + COLS)
         if is_extreme:
-            for n in range(first_n, first_n + tiling.block_n, COLS):
+            for n in range(first_n, first_n + tiling.tile_n, COLS):
                 left, right, _ = sum_of_steps(product, first_m, n, tiling, True)
                 store_part(product, left, out_ptr, first_m, n)
 
 
 @triton.jit
 def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
-    """Return a program's part [BLOCK_M, BLOCK_N] of the product, float32.
+    """Return a program's part [TILE_M, TILE_N] of the product, float32.
 
     Scales are constant along K and multiply the sum, or, loaded a step ahead, go to the tensor cores with the codes.
     """
     a = product.a
     b = product.b
-    A_ROWS: tl.constexpr = tiling.a_tile[0]
-    B_ROWS: tl.constexpr = tiling.b_tile[0]
-    BLOCK_M: tl.constexpr = tiling.block_m
-    BLOCK_N: tl.constexpr = tiling.block_n
-    BLOCK_K: tl.constexpr = tiling.block_k
-    a_rows = rows_from(a, first_m, BLOCK_M)
-    b_rows = rows_from(b, first_n, BLOCK_N)
-    a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + tl.arange(0, BLOCK_K)[None, :]
-    b_ptrs = b.ptr + b_rows.to(tl.int64)[:, None] * b.stride + tl.arange(0, BLOCK_K)[None, :]
+    A_ROWS: tl.constexpr = tiling.a_block[0]
+    B_ROWS: tl.constexpr = tiling.b_block[0]
+    TILE_M: tl.constexpr = tiling.tile_m
+    TILE_N: tl.constexpr = tiling.tile_n
+    TILE_K: tl.constexpr = tiling.tile_k
+    a_rows = rows_from(a, first_m, TILE_M)
+    b_rows = rows_from(b, first_n, TILE_N)
+    a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + tl.arange(0, TILE_K)[None, :]
+    b_ptrs = b.ptr + b_rows.to(tl.int64)[:, None] * b.stride + tl.arange(0, TILE_K)[None, :]
     a_scales = first_scales(a, a_rows, A_ROWS)
     b_scales = first_scales(b, b_rows, B_ROWS)
     if tiling.scaled:
-        a_following = scales_of_step(a, a_scales, 0, product.K, tiling.a_tile[1], BLOCK_K)
-        b_following = scales_of_step(b, b_scales, 0, product.K, tiling.b_tile[1], BLOCK_K)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, product.K, BLOCK_K):
+        a_following = scales_of_step(a, a_scales, 0, product.K, tiling.a_block[1], TILE_K)
+        b_following = scales_of_step(b, b_scales, 0, product.K, tiling.b_block[1], TILE_K)
+    accumulator = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, product.K, TILE_K):
         a_codes = load_step(a_ptrs, start, product.K, tiling)
         b_codes = load_step(b_ptrs, start, product.K, tiling)
         if tiling.scaled:
             a_scale = a_following
             b_scale = b_following
-            a_following = scales_of_step(a, a_scales, start + BLOCK_K, product.K, tiling.a_tile[1], BLOCK_K)
-            b_following = scales_of_step(b, b_scales, start + BLOCK_K, product.K, tiling.b_tile[1], BLOCK_K)
+            a_following = scales_of_step(a, a_scales, start + TILE_K, product.K, tiling.a_block[1], TILE_K)
+            b_following = scales_of_step(b, b_scales, start + TILE_K, product.K, tiling.b_block[1], TILE_K)
             accumulator = dot_scaled(a_codes, a_scale, b_codes, b_scale, accumulator)
         else:
             accumulator = add_product(a_codes, b_codes.T, accumulator, tiling.fast)
-        a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K
+        a_ptrs += TILE_K
+        b_ptrs += TILE_K
     if not tiling.scaled:
         a_scale = load_scale_inv(a.scale_inv + a_scales)
         b_scale = load_scale_inv(b.scale_inv + b_scales)
@@ -141,9 +141,9 @@ def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
 
 
 @triton.jit
-def scales_of_step(operand, first, start, K, COLS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load E8M0's codes [rows, BLOCK_K / 32] of a step, 1's beyond K; first [rows]: offset of a row's first scale."""
-    k = start + tl.arange(0, BLOCK_K // 32) * 32
+def scales_of_step(operand, first, start, K, COLS: tl.constexpr, TILE_K: tl.constexpr):
+    """Load E8M0's codes [rows, TILE_K / 32] of a step, 1's beyond K; first [rows]: offset of a row's first scale."""
+    k = start + tl.arange(0, TILE_K // 32) * 32
     ptrs = operand.scale_inv + (first[:, None] + scale_column(k, operand, COLS)[None, :])
     return tl.load(ptrs, mask=(k < K)[None, :], other=127)
 
@@ -158,33 +158,33 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
     """
     a = product.a
     b = product.b
-    A_ROWS: tl.constexpr = tiling.a_tile[0]
-    A_COLS: tl.constexpr = tiling.a_tile[1]
-    B_ROWS: tl.constexpr = tiling.b_tile[0]
-    B_COLS: tl.constexpr = tiling.b_tile[1]
-    BLOCK_M: tl.constexpr = tiling.block_m
-    BLOCK_N: tl.constexpr = tiling.block_n // tiling.dots
-    BLOCK_K: tl.constexpr = tiling.block_k
-    ONE: tl.constexpr = B_ROWS % tiling.block_n == 0  # all of the program's columns share b's scale
+    A_ROWS: tl.constexpr = tiling.a_block[0]
+    A_COLS: tl.constexpr = tiling.a_block[1]
+    B_ROWS: tl.constexpr = tiling.b_block[0]
+    B_COLS: tl.constexpr = tiling.b_block[1]
+    TILE_M: tl.constexpr = tiling.tile_m
+    TILE_N: tl.constexpr = tiling.tile_n // tiling.dots
+    TILE_K: tl.constexpr = tiling.tile_k
+    ONE: tl.constexpr = B_ROWS % tiling.tile_n == 0  # all of the program's columns share b's scale
     STAGES: tl.constexpr = 1 if EXTREME else None
-    k = tl.arange(0, BLOCK_K)[None, :]
-    a_rows = rows_from(a, first_m, BLOCK_M)
+    k = tl.arange(0, TILE_K)[None, :]
+    a_rows = rows_from(a, first_m, TILE_M)
     a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + k
-    b_ptrs = b.ptr + rows_from(b, first_n, BLOCK_N).to(tl.int64)[:, None] * b.stride + k
-    right_ptrs = b.ptr + rows_from(b, first_n + BLOCK_N, BLOCK_N).to(tl.int64)[:, None] * b.stride + k
-    left = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_ptrs = b.ptr + rows_from(b, first_n, TILE_N).to(tl.int64)[:, None] * b.stride + k
+    right_ptrs = b.ptr + rows_from(b, first_n + TILE_N, TILE_N).to(tl.int64)[:, None] * b.stride + k
+    left = tl.zeros([TILE_M, TILE_N], tl.float32)
     right = left
     if ONE:
         a_scales = first_scales(a, a_rows, A_ROWS)  # 32 bits, where pointers take two registers
         b_scales = first_scales(b, first_n, B_ROWS)
     else:
         # Both in one load, a step ahead, then exchanged. As two, a thread would load 34: those of its rows and columns.
-        tl.static_assert(BLOCK_M == BLOCK_N)
-        i = tl.arange(0, 2 * BLOCK_M)
-        scales = scales_of_program(product, first_m, first_n, A_ROWS, B_ROWS, BLOCK_M)
+        tl.static_assert(TILE_M == TILE_N)
+        i = tl.arange(0, 2 * TILE_M)
+        scales = scales_of_program(product, first_m, first_n, A_ROWS, B_ROWS, TILE_M)
         following = load_scale_inv(scales, i * 0 < product.K)  # a K of 0 has no scale
-        farthest = tl.zeros([2 * BLOCK_M], tl.int32)
-    for start in tl.range(0, product.K, BLOCK_K, num_stages=STAGES):
+        farthest = tl.zeros([2 * TILE_M], tl.int32)
+    for start in tl.range(0, product.K, TILE_K, num_stages=STAGES):
         a_codes = load_step(a_ptrs, start, product.K, tiling)
         b_codes = load_step(b_ptrs, start, product.K, tiling)
         if ONE:
@@ -195,19 +195,19 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
         else:
             both = following
             farthest = tl.maximum(farthest, distance_from_1(both))
-            next_k = tl.minimum(start + BLOCK_K, product.K - 1)
-            step = tl.where(i < BLOCK_M, scale_column(next_k, a, A_COLS), scale_column(next_k, b, B_COLS))
+            next_k = tl.minimum(start + TILE_K, product.K - 1)
+            step = tl.where(i < TILE_M, scale_column(next_k, a, A_COLS), scale_column(next_k, b, B_COLS))
             following = load_scale_inv(scales + step)
             a_scale, b_scale = as_factors(both)
             scale = a_scale * b_scale
-        part = dot(a_codes, b_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        left += scaled(part, a_scale, b_scale) if EXTREME else part * scale
+        step_sum = dot(a_codes, b_codes.T, tl.zeros([TILE_M, TILE_N], tl.float32))
+        left += scaled(step_sum, a_scale, b_scale) if EXTREME else step_sum * scale
         if tiling.dots == 2 and not EXTREME:
             right_codes = load_step(right_ptrs, start, product.K, tiling)
-            right += dot(a_codes, right_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale
-            right_ptrs += BLOCK_K
-        a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K
+            right += dot(a_codes, right_codes.T, tl.zeros([TILE_M, TILE_N], tl.float32)) * scale
+            right_ptrs += TILE_K
+        a_ptrs += TILE_K
+        b_ptrs += TILE_K
     if ONE:  # NaN in the codes looks the same, and costs a second computation
         is_extreme = tl.min((tl.abs(left + right) < float("inf")).to(tl.int32)) == 0
     else:
@@ -225,11 +225,11 @@ def rows_from(operand, first, COUNT: tl.constexpr):
 
 @triton.jit
 def load_step(ptrs, start, K, tiling: tl.constexpr):
-    """Load codes [rows, BLOCK_K], 0 beyond K."""
+    """Load codes [rows, TILE_K], 0 beyond K."""
     if tiling.even_k:
         codes = tl.load(ptrs)
     else:
-        codes = tl.load(ptrs, mask=(start + tl.arange(0, tiling.block_k) < K)[None, :], other=0.0)
+        codes = tl.load(ptrs, mask=(start + tl.arange(0, tiling.tile_k) < K)[None, :], other=0.0)
     return codes
 
 
@@ -305,12 +305,15 @@ def store_part(product, result, out_ptr, first_m, first_n):
 
 @triton.jit
 def place_of_program(height, width):
-    """Return the part of height x width for a program; eight that are neighbours in M share b's rows in the cache."""
-    GROUP: tl.constexpr = 8
-    in_group = GROUP * width
-    first = (tl.program_id(0) // in_group) * GROUP
-    rows = tl.minimum(height - first, GROUP)
-    place = tl.program_id(0) % in_group
+    """Return the tile (row, column) of height x width that a program computes.
+
+    Programs go through bands of eight rows of tiles, column by column: neighbours share b's rows in the cache.
+    """
+    BAND: tl.constexpr = 8
+    in_band = BAND * width
+    first = (tl.program_id(0) // in_band) * BAND
+    rows = tl.minimum(height - first, BAND)
+    place = tl.program_id(0) % in_band
     return first + place % rows, place // rows
 
 
@@ -371,23 +374,23 @@ else:
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """Compute the op ``octavo::matmul``; its contract is in signatures.py."""
-    tiles = operands.a.tile, operands.b.tile
-    if (*tiles, fast_accum) in LIBRARY and is_right(operands, out_dtype, fast_accum):
+    blocks = operands.a.tile, operands.b.tile
+    if (*blocks, fast_accum) in LIBRARY and is_right(operands, out_dtype, fast_accum):
         return library_matmul(operands, out_dtype, fast_accum)
-    if step_along(*tiles) == 0:
+    if step_along(*blocks) == 0:
         return reference_matmul(operands, out_dtype, fast_accum)
     return triton_matmul(operands, out_dtype, fast_accum)
 
 
 @functools.cache
-def step_along(a_tile: Tile, b_tile: Tile) -> int:
+def step_along(a_block: Tile, b_block: Tile) -> int:
     """Return how far along K the Triton kernels may go under one scale, up to 128; 0 where not even 32."""
-    columns = [cols for _, cols in (a_tile, b_tile) if cols != ALL]
+    columns = [cols for _, cols in (a_block, b_block) if cols != ALL]
     return next((step for step in (128, 64, 32) if all(cols % step == 0 for cols in columns)), 0)
 
 
 def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Return the Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
+    """Return the Triton kernel's product, for blocks whose columns are a multiple of 32, or all."""
     *pairs, bias = operands.plain()
     a, b = in_one_dtype(*pairs)
     (M, N), K = operands.shape, a.codes.shape[1]
@@ -396,7 +399,7 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
         chosen = product_config(a, b, (M, N))
         tiling = tiling_of(a, b, fast_accum, chosen, K)
         arguments = operand_of(a), operand_of(b), bias_of(bias, out_dtype), K, out, tiling
-        programs = triton.cdiv(M, chosen.block_r) * triton.cdiv(N, chosen.block_c)
+        programs = triton.cdiv(M, chosen.tile_r) * triton.cdiv(N, chosen.tile_c)
         launch(matmul_kernel, programs, arguments, chosen.num_warps, True, chosen.depth)
     return out
 
@@ -443,10 +446,10 @@ def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, 
     """Return how programs share a product whose sums are of K terms."""
     scaled = is_scaled(a, b)
     step = 128 if scaled else step_along(a.tile, b.tile)
-    a_tile, b_tile = ((tile_size(pair.tile[0]), pair.tile[1]) for pair in (a, b))
+    a_block, b_block = ((block_size(pair.tile[0]), pair.tile[1]) for pair in (a, b))
     dots = 2 if chosen.num_warps > 8 else 1  # of 16 warps a thread has 128 registers, too few for two sums of 64 each
-    parts = chosen.block_r, chosen.block_c, step
-    return ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, *parts, dots, scaled)
+    sizes = chosen.tile_r, chosen.tile_c, step
+    return ProductTiling(a_block, b_block, fast_accum, K % step == 0, *sizes, dots, scaled)
 
 
 def in_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPair]:

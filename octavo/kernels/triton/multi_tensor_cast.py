@@ -91,10 +91,10 @@ def multi_tensor_amax_kernel(
         return
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     x = source(row_ptr, X_TYPE, ALIGNED)
-    strips = tl.maximum(tl.cdiv(x.C, tiling.block_c), 1)
+    strips = tl.maximum(tl.cdiv(x.C, tiling.tile_c), 1)
     program = tl.program_id(0) - first
-    first_row = (program // strips) * (tiling.tiles * tiling.block_r)
-    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    first_row = (program // strips) * (tiling.tiles * tiling.tile_r)
+    cols = (program % strips) * tiling.tile_c + tl.arange(0, tiling.tile_c)
     raise_amax(work_ptr + 2 * tensor, strip_amax(x, None, first_row, cols, function, tiling))
     if is_last_program(work_ptr + 2 * tensor + 1, count):
         tl.store(pointer(row_ptr, AMAX, tl.float32, False), take_amax(work_ptr + 2 * tensor))
@@ -131,12 +131,12 @@ def multi_tensor_cast_kernel(
     if program == 0:
         tl.store(pointer(row_ptr, SCALE_INV, tl.float32, False), scale_inv_from_scale(scale, False))
     x = source(row_ptr, X_TYPE, ALIGNED)
-    strips = tl.maximum(tl.cdiv(x.C, tiling.block_c), 1)
-    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    strips = tl.maximum(tl.cdiv(x.C, tiling.tile_c), 1)
+    cols = (program % strips) * tiling.tile_c + tl.arange(0, tiling.tile_c)
     q = code_pointer(row_ptr, Q, rounding.e5m2, ALIGNED)
     t = code_pointer(row_ptr, T, rounding.e5m2, ALIGNED) if TRANSPOSED else None
     out = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
-    first_row = (program // strips) * (tiling.tiles * tiling.block_r)
+    first_row = (program // strips) * (tiling.tiles * tiling.tile_r)
     amax, _, _ = cast_strip(x, None, out, scale, first_row, cols, function, rounding.e5m2, False, tiling)
     if DELAYED:
         raise_amax(work_ptr + 2 * tensor, amax)
@@ -162,11 +162,11 @@ def multi_tensor_cast_blocks_kernel(
     _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     x = source(row_ptr, X_TYPE, ALIGNED)
     program = tl.program_id(0) - size(row_ptr, FIRST_PROGRAM, False)
-    strips = tl.cdiv(x.C, tiling.block_c)
+    strips = tl.cdiv(x.C, tiling.tile_c)
     tile_row = program // strips
     strip = program % strips
-    rows = tile_row * tiling.block_r + tl.arange(0, tiling.block_r)
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    rows = tile_row * tiling.tile_r + tl.arange(0, tiling.tile_r)
+    cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
     q = code_pointer(row_ptr, Q, scaling.e5m2, ALIGNED)
     t = code_pointer(row_ptr, T, scaling.e5m2, ALIGNED) if TRANSPOSED else None
     codes = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
@@ -203,7 +203,7 @@ _captured: set[_LaunchTable] = set()  # tables that CUDA graphs read: a graph do
 
 
 @functools.lru_cache(maxsize=64)
-def _work_of(addresses: _Numbers, sizes: _Numbers, blocks: bool, chosen: Config, device: torch.device) -> _LaunchTable:
+def _table_of(addresses: _Numbers, sizes: _Numbers, blocks: bool, chosen: Config, device: torch.device) -> _LaunchTable:
     """Return the table of tensors at these addresses (of each of the op's lists) and of these sizes.
 
     A tensor's sizes are (R, C, row stride of x, of qdata, of transposed). A tensor without elements has no program in
@@ -213,8 +213,8 @@ def _work_of(addresses: _Numbers, sizes: _Numbers, blocks: bool, chosen: Config,
         raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")
     rows, programs = [], 0
     for index, (height, width, x_stride, q_stride, t_stride) in enumerate(sizes):
-        strips = triton.cdiv(width, chosen.block_c) or (not blocks)
-        parts = triton.cdiv(height, chosen.block_r * chosen.depth) or (not blocks)
+        strips = triton.cdiv(width, chosen.tile_c) or (not blocks)
+        parts = triton.cdiv(height, chosen.tile_r * chosen.depth) or (not blocks)
         pointers = [of_list[index] if of_list else 0 for of_list in addresses]
         rows.append([*pointers, height, width, q_stride, t_stride, programs, x_stride])
         programs += strips * parts
@@ -238,9 +238,9 @@ def multi_tensor_cast(
     if blocks:  # of which a program casts one tile, whatever a row says
         chosen = with_room_for(chosen, tile)._replace(depth=1)
     addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
-    work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
-    work.use()
-    table, programs, aligned = work[:3]
+    launch_table = _table_of(addresses, sizes, blocks, chosen, xs[0].device)
+    launch_table.use()
+    table, programs, aligned = launch_table[:3]
     if programs == 0:
         return
     rounding = rounding_of(Scaling(qdata[0].dtype, (tile[0], tile[1]), power_of_two, margin))

@@ -1,12 +1,12 @@
 """The kernels of norms with casts, and of their gradient, whose contract is in signatures.py.
 
-A program owns BLOCK_R rows: it reads them for their statistics, and again to normalise them, from their end back, where
+A program owns TILE_R rows: it reads them for their statistics, and again to normalise them, from their end back, where
 a cache still has what was read last. Rows that fit one tile stay in registers. norm is prologue.py's NormFactors, whose
 statistics are written.
 
 The gradient has a fixed number of programs, each of which goes over rows far apart: it reads dy and x once, writes dx,
-and adds up its part of dgamma and dbeta. A second launch adds the parts in their order, so that results never differ
-from run to run. reference/norm.py has the formulas.
+and adds up its partial sums of dgamma and dbeta. A second launch adds those in their order, so that results never
+differ from run to run. reference/norm.py has the formulas.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from octavo.kernels.triton.tiles import (
 
 @triton.jit
 def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
-    """Compute and write the statistics of rows [BR]: (their first tiling.block_c columns, mean or 0, rstd).
+    """Compute and write the statistics of rows [TR]: (their first tiling.tile_c columns, mean or 0, rstd).
 
     The mean of the first columns is taken from all elements before they are squared. The square of its distance from
-    the rows' mean is at most C / BLOCK_C variances (Jensen), so that little of the variance is lost by subtracting it.
+    the rows' mean is at most C / TILE_C variances (Jensen), so that little of the variance is lost by subtracting it.
     """
-    cols = tl.arange(0, tiling.block_c)
+    cols = tl.arange(0, tiling.tile_c)
     first = load_rows(x, norm, rows, cols, tiling.even)
     store_y(first, norm.total, x, rows, cols, tiling.even)
-    count = tl.full([tiling.block_r], x.C, tl.float32)
-    mean = tl.full([tiling.block_r], 0.0, tl.float32)
+    count = tl.full([tiling.tile_r], x.C, tl.float32)
+    mean = tl.full([tiling.tile_r], 0.0, tl.float32)
     centred = first
     if norm.mean is not None:
         if tiling.one_tile:
             mean = tl.math.div_rn(tl.sum(first, 1), count)
         else:
-            mean = tl.sum(first, 1) * (1.0 / tiling.block_c)
+            mean = tl.sum(first, 1) * (1.0 / tiling.tile_c)
         centred = centre(first, mean, cols, x, tiling.even)
     sums = fold_sum(centred, tiling.fold)
     squares = fold_sum(centred * centred, tiling.fold)
     if not tiling.one_tile:
-        for start in range(tiling.block_c, x.C, tiling.block_c):
+        for start in range(tiling.tile_c, x.C, tiling.tile_c):
             tile = load_rows(x, norm, rows, start + cols, tiling.even)
             store_y(tile, norm.total, x, rows, start + cols, tiling.even)
             if norm.mean is not None:
@@ -76,14 +76,14 @@ def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
             centred_variance = tl.where(variance > distance, variance - distance, 0.0)
             variance = tl.where(variance < float("inf"), centred_variance, variance)
         tl.store(norm.mean + rows, mean, mask=rows < x.R)
-    rstd = tl.math.div_rn(tl.full([tiling.block_r], 1.0, tl.float32), tl.math.sqrt_rn(variance + eps))
+    rstd = tl.math.div_rn(tl.full([tiling.tile_r], 1.0, tl.float32), tl.math.sqrt_rn(variance + eps))
     tl.store(norm.rstd + rows, rstd, mask=rows < x.R)
     return first, mean, rstd
 
 
 @triton.jit
 def load_rows(x, norm, rows, cols, EVEN: tl.constexpr):
-    """Return the tile [BR, BC] of x, or of its sum with the residual as it is written, as float32."""
+    """Return the tile [TR, TC] of x, or of its sum with the residual as it is written, as float32."""
     tile = load_tile(x, rows, cols, EVEN)
     if norm.residual is not None:
         total = tile + load_tile(Source(norm.residual, x.R, x.C, x.C, 1), rows, cols, EVEN)
@@ -93,7 +93,7 @@ def load_rows(x, norm, rows, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def centre(tile, mean, cols, x, EVEN: tl.constexpr):
-    """Return the tile [BR, BC] less its rows' means, 0 beyond their end."""
+    """Return the tile [TR, TC] less its rows' means, 0 beyond their end."""
     tile -= mean[:, None]
     if not EVEN:
         tile = tl.where((cols < x.C)[None, :], tile, 0.0)
@@ -102,19 +102,22 @@ def centre(tile, mean, cols, x, EVEN: tl.constexpr):
 
 @triton.jit
 def fold_sum(tile, FOLD: tl.constexpr):
-    """Return [BR, BC // FOLD]: sums of neighbours, which a thread holds, so that sums of tiles take few registers."""
+    """Return [TR, TC // FOLD]: sums of neighbours, which a thread holds, so that sums of tiles take few registers."""
     return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // FOLD, FOLD]), 2)
 
 
 @triton.jit
 def fold_max(tile, FOLD: tl.constexpr):
-    """Return [BR, BC // FOLD]: the largest of neighbours."""
+    """Return [TR, TC // FOLD]: the largest of neighbours."""
     return tl.max(tl.reshape(tile, [tile.shape[0], tile.shape[1] // FOLD, FOLD]), 2)
 
 
 @triton.jit
 def normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
-    """Return the norm of the tile [BR, BC] of x, 0 outside of x; rounds as the reference does."""
+    """Return the norm of the tile [TR, TC] of x by statistics in registers, 0 outside; rounds as the reference.
+
+    prologue.normalise loads them, for casts after a launch that wrote them.
+    """
     if norm.mean is not None:
         tile -= mean[:, None]
     tile *= rstd[:, None]
@@ -153,14 +156,14 @@ def last_start(x, tiling: tl.constexpr):
     """Return the first column of the rows' last tile."""
     start = 0
     if not tiling.one_tile:
-        start = (x.C - 1) // tiling.block_c * tiling.block_c
+        start = (x.C - 1) // tiling.tile_c * tiling.tile_c
     return start
 
 
 @triton.jit
 def tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED: tl.constexpr, tiling: tl.constexpr):
     """Return (the rows' tile from column ``start`` on, normalised and written to y_ptr; its columns)."""
-    cols = start + tl.arange(0, tiling.block_c)
+    cols = start + tl.arange(0, tiling.tile_c)
     tile = first
     if not tiling.one_tile:
         tile = load_rows(x, norm, rows, cols, tiling.even)
@@ -192,12 +195,12 @@ def norm_tensor_kernel(
             tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
     amax = 0.0
     for i in range(tiling.tiles):
-        rows = (tl.program_id(0) * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
+        rows = (tl.program_id(0) * tiling.tiles + i) * tiling.tile_r + tl.arange(0, tiling.tile_r)
         first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
         if out.amax is not None or y_ptr is not None:
             last = last_start(x, tiling)
-            largest = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
-            for back in range(0, last + 1, tiling.block_c):
+            largest = tl.full([tiling.tile_r, tiling.tile_c // tiling.fold], 0.0, tl.float32)
+            for back in range(0, last + 1, tiling.tile_c):
                 tile, cols = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
                 store_codes(encode(tile, scale, E5M2), out.codes, rows, cols, x, tiling.even)
                 # after the codes are stored: with this first, Triton 3.6 spills for sm_100
@@ -221,18 +224,18 @@ def norm_rows_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """Write statistics and y, and cast y with a scale for each row."""
-    rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
+    rows = tl.program_id(0) * tiling.tile_r + tl.arange(0, tiling.tile_r)
     first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
-    tile = normalised(first, x, norm, mean, rstd, rows, tl.arange(0, tiling.block_c), ZERO_CENTERED, tiling.even)
+    tile = normalised(first, x, norm, mean, rstd, rows, tl.arange(0, tiling.tile_c), ZERO_CENTERED, tiling.even)
     largest = fold_max(finite_abs(tile), tiling.fold)
     last = last_start(x, tiling)
     if not tiling.one_tile:
-        for back in range(0, last, tiling.block_c):
+        for back in range(0, last, tiling.tile_c):
             more, _ = tile_from(last - back, first, x, norm, None, mean, rstd, rows, ZERO_CENTERED, tiling)
             largest = tl.maximum(largest, fold_max(finite_abs(more), tiling.fold))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
-    for start in range(0, last + 1, tiling.block_c):
+    for start in range(0, last + 1, tiling.tile_c):
         tile, cols = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
         store_codes(encode(tile, scale[:, None], rounding.e5m2), out.codes, rows, cols, x, tiling.even)
     tl.store(out.amax + rows, amax, mask=rows < x.R)
@@ -254,12 +257,12 @@ def norm_blocks_kernel(
 ):
     """Write statistics and y, and cast y with a scale for each block whose sizes divide a tile, or twice so."""
     tile_row = tl.program_id(0)
-    rows = tile_row * tiling.block_r + tl.arange(0, tiling.block_r)
+    rows = tile_row * tiling.tile_r + tl.arange(0, tiling.tile_r)
     first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
     last = last_start(x, tiling)
-    for back in range(0, last + 1, tiling.block_c):
+    for back in range(0, last + 1, tiling.tile_c):
         tile, _ = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
-        strip = (last - back) // tiling.block_c
+        strip = (last - back) // tiling.tile_c
         store_blocks(tile, 0, tile_row, strip, None, x, first_out, scaling, tiling)
         if second_scaling is not None:
             store_blocks(tile, 0, tile_row, strip, None, x, second_out, second_scaling, tiling)
@@ -267,7 +270,7 @@ def norm_blocks_kernel(
 
 @triton.jit
 def normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
-    """Return tiles [BR, BC] of dy, n = (x - mean) rstd, w = dy gamma; and rstd [BR]. dy and w are 0 outside of x."""
+    """Return tiles [TR, TC] of dy, n = (x - mean) rstd, w = dy gamma; and rstd [TR]. dy and w are 0 outside of x."""
     inside = rows < x.R
     rstd = tl.load(norm.rstd + rows, mask=inside, other=0.0)
     gradient = load_tile(dy, rows, cols, EVEN)
@@ -281,7 +284,7 @@ def normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: 
 
 @triton.jit
 def store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, EVEN: tl.constexpr):
-    """Write a tile [BR, BC] of rstd (w - n mean(w n) - mean(w)) + residual."""
+    """Write a tile [TR, TC] of rstd (w - n mean(w n) - mean(w)) + residual."""
     dx = (w - n * mean_wn[:, None] - mean_w[:, None]) * rstd[:, None]
     if residual is not None:
         dx += load_tile(residual, rows, cols, EVEN)
@@ -295,32 +298,32 @@ def norm_backward_kernel(
     residual,  # Source, or None
     norm,
     dx_ptr,
-    parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
+    partial_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
     WITH_BETA: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """Write dx, and each program's parts of dgamma and dbeta.
+    """Write dx, and each program's partial sums of dgamma and dbeta.
 
-    If rows fit a tile, the parts stay in registers. Longer rows are read twice, and their parts grow in memory.
+    If rows fit a tile, the sums stay in registers. Longer rows are read twice, and their sums grow in memory.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    cols = tl.arange(0, tiling.block_c)
-    count = tl.full([tiling.block_r], x.C, tl.float32)
-    dgamma_ptr = parts_ptr + program * x.C
-    dbeta_ptr = parts_ptr + (programs + program) * x.C
+    cols = tl.arange(0, tiling.tile_c)
+    count = tl.full([tiling.tile_r], x.C, tl.float32)
+    dgamma_ptr = partial_ptr + program * x.C
+    dbeta_ptr = partial_ptr + (programs + program) * x.C
     if tiling.one_tile:
-        dgamma = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-        dbeta = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-        for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
-            rows = first + tl.arange(0, tiling.block_r)
+        dgamma = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+        dbeta = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
+        for first in range(program * tiling.tile_r, x.R, programs * tiling.tile_r):
+            rows = first + tl.arange(0, tiling.tile_r)
             gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
             dgamma += gradient * n
             if WITH_BETA:
                 dbeta += gradient
             mean_wn = tl.math.div_rn(tl.sum(rounded(w * n), 1), count)
-            mean_w = tl.full([tiling.block_r], 0.0, tl.float32)
+            mean_w = tl.full([tiling.tile_r], 0.0, tl.float32)
             if norm.mean is not None:
                 mean_w = tl.math.div_rn(tl.sum(rounded(w), 1), count)
             store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
@@ -328,20 +331,20 @@ def norm_backward_kernel(
         if WITH_BETA:
             tl.store(dbeta_ptr + cols, tl.sum(dbeta, 0), mask=cols < x.C)
     else:
-        for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
-            rows = first + tl.arange(0, tiling.block_r)
-            sums_wn = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
-            sums_w = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
-            for start in range(0, x.C, tiling.block_c):
+        for first in range(program * tiling.tile_r, x.R, programs * tiling.tile_r):
+            rows = first + tl.arange(0, tiling.tile_r)
+            sums_wn = tl.full([tiling.tile_r, tiling.tile_c // tiling.fold], 0.0, tl.float32)
+            sums_w = tl.full([tiling.tile_r, tiling.tile_c // tiling.fold], 0.0, tl.float32)
+            for start in range(0, x.C, tiling.tile_c):
                 _, n, w, _ = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
                 sums_wn += fold_sum(rounded(w * n), tiling.fold)
                 if norm.mean is not None:
                     sums_w += fold_sum(rounded(w), tiling.fold)
             mean_wn = tl.math.div_rn(tl.sum(sums_wn, 1), count)
             mean_w = tl.math.div_rn(tl.sum(sums_w, 1), count)
-            for start in range(0, x.C, tiling.block_c):
+            for start in range(0, x.C, tiling.tile_c):
                 gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
-                written = tl.where(first == program * tiling.block_r, 0, x.C)  # nothing yet, the first time
+                written = tl.where(first == program * tiling.tile_r, 0, x.C)  # nothing yet, the first time
                 grow(dgamma_ptr, tl.sum(rounded(gradient * n), 0), start + cols, written, x.C)
                 if WITH_BETA:
                     grow(dbeta_ptr, tl.sum(gradient, 0), start + cols, written, x.C)
@@ -358,28 +361,28 @@ def grow(ptr, values, cols, written, C):
 
 @triton.jit
 def norm_backward_sum_kernel(
-    parts,  # each program's sums for dgamma, then those for dbeta if that is not None
+    partial,  # each program's sums for dgamma, then those for dbeta if that is not None
     dgamma_ptr,
     dbeta_ptr,
     strips,
     EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
-    """Write the sums of all programs' parts."""
+    """Write the sums of all programs' partial sums."""
     is_beta = tl.program_id(0) // strips
-    cols = (tl.program_id(0) % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = is_beta * parts.R
-    end = first + parts.R
-    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for start in range(first, end, BLOCK_R):
-        rows = start + tl.arange(0, BLOCK_R)
-        total += load_tile(Source(parts.ptr, end, parts.C, parts.stride_r, parts.stride_c), rows, cols, EVEN)
+    cols = (tl.program_id(0) % strips) * TILE_C + tl.arange(0, TILE_C)
+    first = is_beta * partial.R
+    end = first + partial.R
+    total = tl.zeros([TILE_R, TILE_C], tl.float32)
+    for start in range(first, end, TILE_R):
+        rows = start + tl.arange(0, TILE_R)
+        total += load_tile(Source(partial.ptr, end, partial.C, partial.stride_r, partial.stride_c), rows, cols, EVEN)
     result = narrow(tl.sum(total, 0), dgamma_ptr.dtype.element_ty)
     if is_beta == 0:
-        tl.store(dgamma_ptr + cols, result, mask=cols < parts.C)
+        tl.store(dgamma_ptr + cols, result, mask=cols < partial.C)
     elif dbeta_ptr is not None:
-        tl.store(dbeta_ptr + cols, result, mask=cols < parts.C)
+        tl.store(dbeta_ptr + cols, result, mask=cols < partial.C)
 
 
 def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,22 +394,22 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
         return dx, dgamma.zero_(), dbeta.zero_()
     gamma, mean, rstd = gamma.contiguous(), mean.contiguous(), rstd.contiguous()
     chosen, one_tile = _tile(config("norm_backward", (rows * cols).bit_length()), cols)
-    block_r, block_c, per_multiprocessor, num_warps = chosen
+    tile_r, tile_c, per_multiprocessor, num_warps = chosen
     enough = per_multiprocessor * (multiprocessors(x.get_device()) or 2)  # interpreted, two
-    programs = min(triton.cdiv(rows, block_r), enough)
-    parts = rstd.new_empty((1 + with_beta, programs, cols))
-    even = rows % block_r == 0 and cols % block_c == 0
+    programs = min(triton.cdiv(rows, tile_r), enough)
+    partial = rstd.new_empty((1 + with_beta, programs, cols))
+    even = rows % tile_r == 0 and cols % tile_c == 0
     norm = NormFactors(mean if kind == "layer_norm" else None, rstd, gamma, None)
     dy_source = Source(dy, rows, cols, *dy.stride())
     residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
-    constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
-    arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
+    constants = with_beta, zero_centered, Tiling(even, tile_r, tile_c, one_tile=one_tile, fold=16 // x.element_size())
+    arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, partial, *constants
     launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
     tile = 128, 32
     strips = triton.cdiv(cols, tile[1])
     even = programs % tile[0] == 0 and cols % tile[1] == 0
-    sum_arguments = Source(parts, programs, cols, cols, 1), dgamma, dbeta if with_beta else None, strips, even, *tile
-    launch(norm_backward_sum_kernel, strips * len(parts), sum_arguments, 8)
+    sum_arguments = Source(partial, programs, cols, cols, 1), dgamma, dbeta if with_beta else None, strips, even, *tile
+    launch(norm_backward_sum_kernel, strips * len(partial), sum_arguments, 8)
     return dx, dgamma, dbeta
 
 
@@ -415,10 +418,10 @@ def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
     """Return a configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them."""
     widest = max(16, triton.next_power_of_2(cols))
     wide = with_room_for(chosen, (1, widest))
-    larger = wide.block_c // chosen.block_c
+    larger = wide.tile_c // chosen.tile_c
     if wide.num_warps < larger * chosen.num_warps:  # the row would take more than 16 warps
-        block_r = min(4, chosen.block_r * chosen.block_c // 16)
-        return chosen._replace(block_r=block_r, block_c=chosen.block_r * chosen.block_c // block_r), False
+        tile_r = min(4, chosen.tile_r * chosen.tile_c // 16)
+        return chosen._replace(tile_r=tile_r, tile_c=chosen.tile_r * chosen.tile_c // tile_r), False
     if larger > 1:
         return wide._replace(depth=max(1, chosen.depth // larger)), True
-    return chosen._replace(block_r=chosen.block_r * chosen.block_c // widest, block_c=widest), True
+    return chosen._replace(tile_r=chosen.tile_r * chosen.tile_c // widest, tile_c=widest), True

@@ -152,7 +152,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
     chosen = config("optimizer_step", LARGE)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones
-    most = sum(update.gradient.numel() for update in updates) // (chosen.block_r * BLOCK * (enough or 1))
+    most = sum(update.gradient.numel() for update in updates) // (chosen.tile_r * BLOCK * (enough or 1))
     chosen = chosen._replace(depth=max(1, min(chosen.depth, most)))
     rows, programs = [], 0
     numbers: dict[TensorClass, int] = {}
@@ -163,7 +163,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
         start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
         height, cols = _shape(update, gap)
         tensor_class = _class_of(update, height, cols, start, gap)
-        tiles = tiles_along(height * blocks_in_row(cols), chosen.block_r)
+        tiles = tiles_along(height * blocks_in_row(cols), chosen.tile_r)
         if tensor_class.square:
             tiles = blocks_in_row(height) * blocks_in_row(cols) * chosen.depth
         kind = numbers.setdefault(tensor_class, len(numbers))
@@ -175,7 +175,7 @@ def _launch_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: St
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     has_two_launches = any(moment.needs_amax_first for update in matrices for moment in update.moments)
     finds_by_launch = (True, False) if has_two_launches else (False,)
-    steps = tuple(StepClass(tuple(numbers), rule, chosen.block_r, finds) for finds in finds_by_launch)
+    steps = tuple(StepClass(tuple(numbers), rule, chosen.tile_r, finds) for finds in finds_by_launch)
     bare_updates = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
     return _Launch(bare_updates, table, programs, chosen.depth, steps, {}, set())
 

@@ -23,8 +23,8 @@ class Function(NamedTuple):
     name: str = ""
     gated: bool = False
     gradient: bool = False
-    tile_r: int = 0  # (rows, columns) that share a scale_inv in an activation's input, if that is codes
-    tile_c: int = 0
+    block_r: int = 0  # (rows, columns) that share a scale_inv in an activation's input, if that is codes
+    block_c: int = 0
     zero_centered: bool = False
     half: int = 0  # half of a head's elements
     shift: int = 0  # from the angles of a head's first half to those of its second: half, or 0
@@ -75,10 +75,10 @@ class HeadGradients(NamedTuple):
 
 @triton.jit
 def produce(x, extra, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
-    """Return the tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
+    """Return the tile [TR, TC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
 
     x is the Source, whose R and C are those of the tile's tensor; an activation reads it only for its gradient. extra
-    is Input, NormFactors, HeadGradients or None. EVEN: none of the tile is outside. scale_rows [BR]: which of an
+    is Input, NormFactors, HeadGradients or None. EVEN: none of the tile is outside. scale_rows [TR]: which of an
     Input's scales a row has, if not by its number.
     """
     if function.name == "":
@@ -139,14 +139,17 @@ def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, 
     # codes beyond the end may have any scale
     row = scale_rows
     if scale_rows is None:
-        row = tl.where(rows < x.R, rows, 0) // function.tile_r
-    col = tl.where(cols < x.C, cols, 0) // function.tile_c
+        row = tl.where(rows < x.R, rows, 0) // function.block_r
+    col = tl.where(cols < x.C, cols, 0) // function.block_c
     return load_scale_inv(ptr + row[:, None] * h.scale_stride_r + col[None, :] * h.scale_stride_c)
 
 
 @triton.jit
 def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
-    """Return (tile - mean) rstd gamma + beta, 0 outside of x."""
+    """Return (tile - mean) rstd gamma + beta, 0 outside of x, by statistics that an earlier launch wrote.
+
+    norm_kernels.normalised has them in registers, and loads gamma and beta without a mask where it can.
+    """
     inside_r = rows < x.R
     inside_c = cols < x.C
     if norm.mean is not None:

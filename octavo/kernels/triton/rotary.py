@@ -51,15 +51,15 @@ def rotary_kernel(
     SHIFT: tl.constexpr,  # from the angles of a head's first half to those of its second: HALF, or 0
     INVERSE: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
     """Turn q's and k's heads, and copy v's."""
     heads = q.count + k.count + v.count
     groups = tl.cdiv(heads, GROUP)
-    rows = tl.program_id(0) // groups * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = tl.program_id(0) // groups * TILE_R + tl.arange(0, TILE_R)
     sequence, position = rows // positions, rows % positions
-    cols = tl.arange(0, BLOCK_C)[None, :]
+    cols = tl.arange(0, TILE_C)[None, :]
     inside = (rows < tokens)[:, None] & (cols < HALF)
     angles = (sequence.to(tl.int64) * angles_stride_b + position.to(tl.int64) * (HALF + SHIFT))[:, None] + cols
     c = tl.load(cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
@@ -96,11 +96,11 @@ def rotary(heads: RotaryHeads) -> Tensor:
         return result
     cos, sin, half = cos.contiguous(), sin.contiguous(), width // 2
     laid = [x if x.stride(3) == 1 else x.contiguous() for x in inputs]
-    parts = [Heads(x, x.shape[2], *x.stride()[:3]) for x in laid]
-    tokens, block_c = sequences * positions, max(triton.next_power_of_2(half), 16)
-    block_r = max(ELEMENTS // block_c, 1)
-    programs = triton.cdiv(tokens, block_r) * triton.cdiv(sum(x.shape[2] for x in laid), HEADS)
+    sources = [Heads(x, x.shape[2], *x.stride()[:3]) for x in laid]
+    tokens, tile_c = sequences * positions, max(triton.next_power_of_2(half), 16)
+    tile_r = max(ELEMENTS // tile_c, 1)
+    programs = triton.cdiv(tokens, tile_r) * triton.cdiv(sum(x.shape[2] for x in laid), HEADS)
     angles = cos, sin, 0 if len(cos) == 1 else cos.stride(0)
-    constants = half, cos.shape[2] - half, inverse, HEADS, block_r, block_c
-    launch(rotary_kernel, programs, (*parts, *angles, result, tokens, positions, *constants), 4)
+    constants = half, cos.shape[2] - half, inverse, HEADS, tile_r, tile_c
+    launch(rotary_kernel, programs, (*sources, *angles, result, tokens, positions, *constants), 4)
     return result

@@ -4,7 +4,7 @@ The definitions are numerics.py and reference/codes.py; these are the same in Tr
 hardware's conversion. Triton's interpreter rounds float8 wrongly where the mantissa carries (124.5 -> 64), so there it
 is bit arithmetic.
 
-Legend: x is float32 unless its name says otherwise; [BR, BC] is a program's tile of rows and columns. An annotation of
+Legend: x is float32 unless its name says otherwise; [TR, TC] is a program's tile of rows and columns. An annotation of
 a kernel's argument can only say whether Triton compiles for its value, so its class stands in a comment behind it.
 """
 
@@ -28,6 +28,16 @@ class Source(NamedTuple):
     stride_c: Any
 
 
+class BlockScales(NamedTuple):
+    """scale_inv that kernels read: one for each block of ``block_r`` x ``block_c`` codes, at these strides."""
+
+    ptr: Any
+    block_r: Any
+    block_c: Any
+    stride_r: Any
+    stride_c: Any
+
+
 class Codes(NamedTuple):
     """The places of codes, as they lie [R, q_stride] and transposed [C, t_stride]; None is left out.
 
@@ -41,7 +51,7 @@ class Codes(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The places of a scaling's results: codes, scale_inv, and amax or None; the strides of both, an element a tile.
+    """The places of a scaling's results: codes, scale_inv, and amax or None; the strides of both, an element a block.
 
     ``scale``: where one scale for all is written too.
     """
@@ -68,8 +78,8 @@ class Tiling(NamedTuple):
     """A program's part of the matrix that is cast, and the tiles by which it is read."""
 
     even: bool  # the matrix consists of whole parts, so nothing is masked
-    block_r: int
-    block_c: int
+    tile_r: int
+    tile_c: int
     tiles: int = 1  # one below the other
     one_tile: bool = False  # it holds whole rows
     halves: bool = False  # a gated gradient's two tiles are cast, which lie beside each other
@@ -300,7 +310,7 @@ def take_amax(work_ptr):
 
 @triton.jit
 def load_tile(x, rows, cols, EVEN: tl.constexpr):
-    """Load the tile [BR, BC] of a Source as float32, 0 outside of it; rows [BR], cols [BC]. EVEN: none is outside."""
+    """Load the tile [TR, TC] of a Source as float32, 0 outside of it; rows [TR], cols [TC]. EVEN: none is outside."""
     offsets = rows.to(tl.int64)[:, None] * x.stride_r + cols.to(tl.int64)[None, :] * x.stride_c
     if EVEN:
         tile = tl.load(x.ptr + offsets)
@@ -311,10 +321,10 @@ def load_tile(x, rows, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None, columns=None, columns_end=None):
-    """Write codes [BR, BC] of the Source x to the Codes out.
+    """Write codes [TR, TC] of the Source x to the Codes out.
 
     The padding's codes are 0, since load_tile's are. EVEN: there is no padding, and the tile is inside. With a half, 0
-    or 1, out has room for two tensors like x, side by side. columns [BR]: where transposed codes go, up to columns_end;
+    or 1, out has room for two tensors like x, side by side. columns [TR]: where transposed codes go, up to columns_end;
     by default where the rows lie.
     """
     col_end = out.q_stride
@@ -369,35 +379,35 @@ def finish_column_sums(sums, sums_of_half, out, counter_ptr, part, parts, cols, 
     """Leave a program's column sums to the last of ``parts`` programs, which adds all of them up in one order.
 
     Args:
-        sums, sums_of_half: [BC] float32, this program's; of its other half of columns, with HALVES.
-        out: (totals [C] or [2 C], of x's dtype; [parts, C] or [2, parts, C] float32 scratch).
+        sums, sums_of_half: [TC] float32, this program's; of its other half of columns, with HALVES.
+        out: (totals [C] or [2 C], of x's dtype; [parts, C] or [2, parts, C] float32 partial sums).
         counter_ptr: this strip of columns' counter, 0 before and after.
         part, parts: which program this is of those that share the columns.
-        cols: [BC].
+        cols: [TC].
 
     Returns:
         whether this program is the last; what all of them wrote before is then visible to it.
     """
-    total_ptr, parts_ptr = out
-    tl.store(parts_ptr + part * C + cols, sums, mask=cols < C)
+    total_ptr, partial_ptr = out
+    tl.store(partial_ptr + part * C + cols, sums, mask=cols < C)
     if HALVES:
-        tl.store(parts_ptr + (parts + part) * C + cols, sums_of_half, mask=cols < C)
+        tl.store(partial_ptr + (parts + part) * C + cols, sums_of_half, mask=cols < C)
     is_last = is_last_program(counter_ptr, parts)
     if is_last:
-        add_parts(total_ptr, parts_ptr, parts, cols, C)
+        add_partial_sums(total_ptr, partial_ptr, parts, cols, C)
         if HALVES:
-            add_parts(total_ptr + C, parts_ptr + parts * C, parts, cols, C)
+            add_partial_sums(total_ptr + C, partial_ptr + parts * C, parts, cols, C)
     return is_last
 
 
 @triton.jit
-def add_parts(total_ptr, parts_ptr, parts, cols, C):
-    """Write the sum of [parts, C] for the columns ``cols`` [BC], reading 32 parts at a time."""
+def add_partial_sums(total_ptr, partial_ptr, parts, cols, C):
+    """Write the sum of [parts, C] for the columns ``cols`` [TC], reading those of 32 parts at a time."""
     total = tl.full([32, cols.shape[0]], 0.0, tl.float32)
     for first in range(0, parts, 32):
         part = first + tl.arange(0, 32)
         inside = (part < parts)[:, None] & (cols < C)[None, :]
         # from L2: this multiprocessor's own cache doesn't see what others wrote
-        ptrs = parts_ptr + part[:, None] * C + cols[None, :]
+        ptrs = partial_ptr + part[:, None] * C + cols[None, :]
         total += tl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
     tl.store(total_ptr + cols, narrow(tl.sum(total, 0), total_ptr.dtype.element_ty), mask=cols < C)

@@ -81,7 +81,7 @@ def test_a_configuration_of_its_own(kernels: TritonKernels, module: Any, monkeyp
         (32, of(module, "silu")),
         (16, of(module)),  # gated_gradient
     ):
-        assert one.config("some").block_r == expected
+        assert one.config("some").tile_r == expected
 
 
 def test_the_padding_of_a_gated_gradient(kernels: TritonKernels) -> None:

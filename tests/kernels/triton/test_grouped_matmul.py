@@ -48,7 +48,7 @@ def test_only_large_groups_have_high_parts(kernels: TritonKernels, monkeypatch: 
     module, high = kernels.module("grouped_matmul"), kernels.module("launch").Config(256, 128, 4, 16)
     monkeypatch.setattr(module, "product_config", lambda *_: high)
     a, b = (OperandPair(torch.empty(0), torch.empty(0), tile) for tile in (BLOCK, SQUARE))
-    assert [module.grouped_config(a, b, (rows, 4096), 8).block_r for rows in (8 * 1024 - 1, 8 * 1024)] == [128, 256]
+    assert [module.grouped_config(a, b, (rows, 4096), 8).tile_r for rows in (8 * 1024 - 1, 8 * 1024)] == [128, 256]
 
 
 @pytest.mark.parametrize("ends", [[3, 2, 40], [-1, 40, 40], [3, 41, 41], [0, 1 << 30, 40]], ids=str)

@@ -30,10 +30,10 @@ def test_the_table(kernels: TritonKernels) -> None:
         assert limits == sorted(set(limits)), f"{kernel}: sizes must ascend"
         for _, *row in rows:
             config = launch.Config(*row)
-            for size in (config.block_r, config.block_c):
+            for size in (config.tile_r, config.tile_c):
                 assert size.bit_count() == 1 and size <= 2**14, kernel
-            assert config.block_c % PADDING == 0, f"{kernel}: rows are padded"
-            assert config.block_r * config.block_c <= 2**20, f"{kernel}: more than Triton allows"
+            assert config.tile_c % PADDING == 0, f"{kernel}: rows are padded"
+            assert config.tile_r * config.tile_c <= 2**20, f"{kernel}: more than Triton allows"
             assert config.num_warps in (1, 2, 4, 8, 16) and config.depth >= 1, kernel
 
 
@@ -81,6 +81,32 @@ def test_what_a_stream_captures_has_another_workspace(kernels: TritonKernels, mo
     x = types.SimpleNamespace(get_device=lambda: 0, device=torch.device("cpu"))
     eager, first, second, other = (launch.workspace(x, 5).data_ptr() for _ in range(4))
     assert first == second and len({eager, first, other}) == 3
+
+
+def test_a_step_outside_of_captures_makes_scratch_for_the_next_ones(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More streams capture than a pool has workspaces; a step on the first stream, which has its own, comes between."""
+    launch, current = kernels.module("launch"), types.SimpleNamespace(stream=0, captures=False)
+    for name in ("_work", "_pools"):
+        monkeypatch.setattr(launch, name, {})
+    monkeypatch.setattr(launch, "WORK", 3)
+    monkeypatch.setattr(launch, "current_raw_stream", lambda index: current.stream)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current.captures)
+    x = types.SimpleNamespace(get_device=lambda: 0, device=torch.device("cpu"))
+
+    def address(stream: int, captures: bool) -> int:
+        current.stream, current.captures = stream, captures
+        return launch.workspace(x, 1).data_ptr()
+
+    addresses = set()
+    for first in range(0, 70, 7):
+        addresses |= {address(0, False), *(address(first + i, True) for i in range(7))}
+    assert len(addresses) == 1 + 70
+    with pytest.raises(RuntimeError, match="run the step once before capturing"):
+        for stream in range(70, 170):
+            address(stream, True)
 
 
 @needs_gpu

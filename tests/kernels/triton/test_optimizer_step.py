@@ -43,8 +43,8 @@ pytestmark = pytest.mark.gpu
 FP8_MOMENTS = NAMED_MOMENTS["fp8"]
 
 
-def set_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, block_r: int, tiles: int) -> None:
-    chosen = kernels.module("launch").Config(block_r, 128, tiles, 4)
+def set_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, tile_r: int, tiles: int) -> None:
+    chosen = kernels.module("launch").Config(tile_r, 128, tiles, 4)
     monkeypatch.setattr(kernels.module("optimizer_step"), "config", lambda *_: chosen)
 
 
