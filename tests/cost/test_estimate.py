@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,9 @@ from octavo import recipes
 from octavo.cost.estimate import Estimate, estimate
 from octavo.cost.parts import BF16_KERNELS, PARTS
 from octavo.cost.rates import PUBLISHED, HostTime, PlanError
-from octavo.cost.work import LinearWork, head_of, on_meta, work_of
+from octavo.cost.work import LinearWork, Work, head_of, on_meta, work_of
 from octavo.scaling.recipe import RecipeMap
-from tests.cost.test_work import H200, TOKENS, gpt
+from tests.cost.test_work import H200, TOKENS, gpt, gpt_work
 
 
 def test_layers_that_read_one_tensor_cast_it_once() -> None:
@@ -61,8 +62,7 @@ def test_estimates_of_recipes() -> None:
 
 def test_the_device_waits_where_the_host_takes_longer() -> None:
     """The host is late in the blocks' forward; the device's later work hides backward's launches."""
-    model = gpt()
-    work = work_of(on_meta(model), (TOKENS,))
+    model, work = gpt(), gpt_work()
 
     def estimated(**host: HostTime) -> Estimate:
         return estimate(model, (TOKENS,), None, replace(H200, host=host), work=work)
@@ -78,8 +78,7 @@ def test_the_device_waits_where_the_host_takes_longer() -> None:
 
 def test_the_loss_counts() -> None:
     """The loss, in float32, moves 44 bytes a logit, and it keeps three tensors before the first gradient."""
-    model = gpt()
-    work, other = (work_of(on_meta(each), (x,)) for each, x in ((model, TOKENS), (nn.Linear(8, 8), torch.ones(3, 8))))
+    model, work, other = gpt(), gpt_work(), work_of(on_meta(nn.Linear(8, 8)), (torch.ones(3, 8),))
     logits = model(TOKENS)
     assert work.logits == logits.numel() and other.logits == 0
     plan = estimate(model, (TOKENS,), None, H200, work=work)
@@ -125,15 +124,17 @@ def test_only_what_convert_would_convert_is_in_fp8() -> None:
     assert estimated(recipes.dynamic(), lambda module, name: False).products == estimated(None).products
 
 
-def llama() -> nn.Module:
+@functools.cache
+def llama() -> tuple[nn.Module, Work]:
+    """Return a model, which no test changes, and the work of a step of it."""
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=1, vocab_size=64)
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).bfloat16()  # type: ignore[no-any-return]
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    return model, work_of(on_meta(model), (TOKENS,))
 
 
 def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
-    model, rates = llama(), PUBLISHED["H100"]
-    work = work_of(on_meta(model), (TOKENS,))
+    (model, work), rates = llama(), PUBLISHED["H100"]
 
     def estimated(recipe: object, **how: bool) -> Estimate:
         return estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=work, **how)  # type: ignore[arg-type]
@@ -173,8 +174,7 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
 
 
 def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
-    model = llama()
-    work = work_of(on_meta(model), (TOKENS,))
+    model, work = llama()
     plans = [
         estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse, work=work)
         for fuse in (False, True)
@@ -199,8 +199,8 @@ def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     already = octavo.convert(copy.deepcopy(model), recipes.delayed(), lambda *_: True, fuse=True)
     bytes_alone = dataclasses.replace(H200, launch=0.0)  # gradients of norms' weights are copied here
     once, of_fused = (
-        estimate(each, (TOKENS,), recipes.delayed(), bytes_alone, lambda *_: True, fuse=True)
-        for each in (model, already)
+        estimate(each, (TOKENS,), recipes.delayed(), bytes_alone, lambda *_: True, work=of_step, fuse=True)
+        for each, of_step in ((model, work), (already, None))
     )
     # counted as it is, and not twice; the last norm has no residual, which its row counts
     assert of_fused.other == pytest.approx(once.other, rel=0.1)
@@ -217,8 +217,7 @@ def test_the_optimizer_counts() -> None:
     def compact(parameters: object) -> torch.optim.Optimizer:
         return octavo.optim.AdamW(parameters, moments="fp8", master=None)  # type: ignore[arg-type]
 
-    model = gpt()
-    work = work_of(on_meta(model), (TOKENS,))
+    model, work = gpt(), gpt_work()
     optimizers = torch.optim.AdamW, compact
     plain, small = (estimate(model, (TOKENS,), None, H200, optimizer=make, work=work) for make in optimizers)
     assert small.memory.moments < 0.6 * plain.memory.moments and small.optimizer < plain.optimizer

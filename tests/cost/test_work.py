@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -24,9 +26,14 @@ def gpt(width: int = 64) -> nn.Module:
     return GPT(ModelConfig(width=width, layers=1, heads=2, context=16)).to(torch.bfloat16)
 
 
+@functools.cache
+def gpt_work() -> Work:
+    """Return the work of a step of ``gpt()``."""
+    return work_of(on_meta(gpt()), (TOKENS,))
+
+
 def test_work_is_that_of_a_real_step() -> None:
-    model = gpt()
-    work = work_of(on_meta(model), (TOKENS,))
+    model, work = gpt(), gpt_work()
     with FlopCounterMode(display=False) as counter:
         model(TOKENS).float().sum().backward()
     products = sum(flop for op, flop in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
