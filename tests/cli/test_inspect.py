@@ -33,12 +33,12 @@ def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys,
 
 
 def test_remedies_of_a_run_are_applied(folder, capsys, no_plot):
-    assert train("--recipe", "delayed", "--out", "a") == 0
+    assert train("--recipe", "delayed", "--out", "a", "--steps", "1") == 0
     assert cli.main(["inspect", "a", "--recipes", "delayed", "--keep", "1", "--apply"]) == 0
     assert "rules.json: octavo train --config a/delayed" in capsys.readouterr().out
-    arguments = "--config", "a/delayed", "--out", "b", "--lr", "0.001"
+    arguments = "--config", "a/delayed", "--out", "b", "--lr", "0.001", "--steps", "1"
     assert train(*arguments) == train(*arguments, "--resume") == 0
-    assert train("--recipe", "a/delayed/rules.json", "--out", "c") == 0
+    assert train("--recipe", "a/delayed/rules.json", "--out", "c", "--steps", "1") == 0
     rules = json.loads(Path("a/delayed/rules.json").read_text())
     assert len(rules["rules"]) == 1 and json.loads(Path("b/delayed/config.json").read_text())["recipe"] == rules
     for out in ("b", "c"):

@@ -23,6 +23,7 @@ from octavo.inspect.rows import Row
 from octavo.inspect.twin import Comparison
 from octavo.kernels.arguments import Counted
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
+from tests.support.combinations import in_full
 from tests.support.helpers import observers
 
 
@@ -114,10 +115,10 @@ def test_a_compiled_training_leaves_the_same_record(kind: Any, backend: str, tmp
 
 
 WAITS = {"item": Tensor.item, "tolist": Tensor.tolist, "bool": bool, "cpu": Tensor.cpu, None: lambda tensor: None}
+RUNS = [("rowwise", None), *(("delayed", it) for it in WAITS), *in_full(*(("rowwise", it) for it in WAITS if it))]
 
 
-@pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("named", ["delayed", "rowwise"])
+@pytest.mark.parametrize(("named", "wait"), RUNS)
 def test_a_recorded_step_does_not_wait_for_the_device(
     named: str, wait: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
