@@ -286,8 +286,9 @@ class Recorder:
         table.sums.zero_()
         table.extremes.zero_()
         counts = {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(weight_statistics)}
-        if self._twin is not None and self._twin.reason:
-            if self.optimizer is not None:
+        # rank 0 alone reads in _say_unwatched that no hook runs, and says so: then all ranks' twins end together
+        if self._twin is not None and self._ranks.any(bool(self._twin.reason) or not self._updates.is_hooked):
+            if self.optimizer is not None and self._twin.reason:
                 self.event(NO_TWIN, self._twin.reason)
             self._twin.close()
             self._twin = None

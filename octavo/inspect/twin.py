@@ -178,7 +178,7 @@ class Twin:
     A recorded step, in order:
 
         begin            hooks of the model note its forwards, from now on
-        forward          its arguments, random states and autocast are noted, and its outputs get a node of autograd
+        forward          its arguments, random states and autocast are noted, and its outputs get hooks
         first backward   before it changes a gradient, the norms of gradients that earlier steps left over are noted
         each backward    the outputs' gradients are noted
         before update    a hook of the optimizer decides whether the step has a twin, and runs on the device
