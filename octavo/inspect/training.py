@@ -100,9 +100,10 @@ class Detection(NamedTuple):
         severity = severity_of(rule.kind, self.times)
         level = rule.level or level_of(severity)
         worst = self.begins if self.worst is None else self.worst
-        where, cause = (layer, role, (), ""), (text, remedy, expected)  # of no products, and of no cast
-        steps = self.begins, worst
-        return Finding(rule.kind, *where, *steps, dict(self.numbers), *cause, severity, level=level, sentence=sentence)
+        numbers = dict(self.numbers)
+        of_no_cast = (), ""  # its products, and the cast
+        where = layer, role, *of_no_cast, self.begins, worst
+        return Finding(rule.kind, *where, numbers, text, remedy, expected, severity, level=level, sentence=sentence)
 
 
 class Series(NamedTuple):
