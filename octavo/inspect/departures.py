@@ -18,6 +18,7 @@ enough evidence of a change of their own. What changed first there is the family
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -116,8 +117,9 @@ def _lost(number: _Number, has_loss: Any) -> tuple[int, str] | None:
 def _other_ways(record: Record) -> Iterator[tuple[int, str]]:
     """Yield the first recorded step, but for the very first, whose gradients came by another way, and words for it."""
     for step, kind, text in record.events:
-        if kind == NO_TWIN and text == NO_OUTPUT and step > record.steps[0]:
-            yield record.steps.index(step), "gradients no longer come through the outputs of the recorded model"
+        at = bisect_left(record.steps, step)  # of an event whose step has no counts, as of a killed run, the next one
+        if kind == NO_TWIN and text == NO_OUTPUT and 0 < at < len(record.steps):
+            yield at, "gradients no longer come through the outputs of the recorded model"
 
 
 def _at_the_change(steps: Sequence[int], numbers: Sequence[_Number], courses: Any) -> list[Departure]:

@@ -93,7 +93,7 @@ class FirstBatch:
             with contextlib.suppress(OSError):  # the record says so when it is written
                 _write(self._path, self._forwards[0], self._model, self._ranks)
             self._path = None  # it has the batch now
-        moved = self.outputs.moved(device_of(self._model))
+        moved = self.outputs.changes(device_of(self._model))
         return moved._replace(sums=self._ranks.sum(moved.sums))
 
 

@@ -16,7 +16,7 @@ from enum import Flag, IntEnum
 from typing import Any, NamedTuple
 
 from octavo.inspect.record import Record, np
-from octavo.inspect.remedies import LayerRule, as_text
+from octavo.inspect.remedies import LayerRule
 
 # The levels of findings, the worst first:
 #     critical  numbers are lost for good: inf or NaN, or more than half of a tensor
@@ -151,10 +151,6 @@ class Finding:
     def where(self) -> tuple[str, str, tuple[str, ...]]:
         """(layer, role, products)."""
         return self.layer, self.role, self.products
-
-    def mended(self, cause: str, rules: Mapping[str, LayerRule], expected: str) -> Finding:
-        """Return the finding with its cause and with rules that mend it."""
-        return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
 
 
 def severity_of(kind: str, times: float) -> float:

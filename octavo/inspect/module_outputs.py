@@ -79,7 +79,7 @@ class ModuleOutputs:
             if (name, role) not in self._samples and (first := _first_of(values)) is not None:
                 self._samples[name, role] = _sampled(first)
 
-    def moved(self, device: torch.device) -> OutputChanges:
+    def changes(self, device: torch.device) -> OutputChanges:
         """Return by how much tensors changed since the block before, for the next one."""
         none = torch.zeros(0, dtype=torch.float32, device=device)
         tensors = [*itertools.product(self.modules, ("input", "output")), *((p, "gradient") for p in self.parameters)]

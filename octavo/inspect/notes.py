@@ -42,9 +42,6 @@ class NotedOutput:
     nodes compute, and what comes from outside. Hooks note the sum and these addends, and the difference is ``grad``.
     The training gets the very tensor that the model returned, as hooks of autograd's nodes need no other one.
 
-    Where an output is a view, its base has a note too. If the training writes the output in place, autograd gives its
-    gradient to the base alone.
-
     Attributes:
         grad: the gradient from outside, summed over the step's backward passes; None before the first.
         product: the products of the tensor and ``grad``, summed likewise; nan if the tensor was overwritten.
@@ -55,7 +52,6 @@ class NotedOutput:
         self.grad: Tensor | None = None
         self.product: Tensor | float = 0.0
         self._inside: list[tuple[int, Tensor]] = []  # (number of the backward pass, addend of a node of the forward)
-        self._views: list[NotedOutput] = []  # outputs that are views of this tensor, if it is a base
 
     def watch(self, y: Tensor) -> None:
         """Note the gradients of ``y``, from now on."""
@@ -82,10 +78,7 @@ class NotedOutput:
 
     @torch.no_grad()
     def _note(self, grad: Tensor | None) -> None:
-        """Subtract the addends of the forward's nodes from this tensor's whole gradient, and note what is left.
-
-        If this tensor is a base, what is left is its views', each of which notes its part.
-        """
+        """Subtract the addends of the forward's nodes from this tensor's whole gradient, and note what is left."""
         number, keeps_graph = running_backward()
         inside = [addend for backward, addend in self._inside if backward == number]
         y = self._y if self._y is not None and self._y._version == self._version else None  # None: overwritten since
@@ -96,14 +89,7 @@ class NotedOutput:
         if grad is None or (len(inside) == 1 and inside[0] is grad):
             return
         outside = grad.detach() - functools.reduce(torch.add, inside) if inside else grad.detach()
-        if not self._views:
-            self._add(outside, y)
-        elif y is None:  # only if the base was written do its views get their gradients by its node
-            outside = torch.empty_strided(self._size, self._stride, dtype=grad.dtype, device=grad.device).copy_(outside)
-            for view in self._views:
-                part = outside.as_strided(view._size, view._stride, view._offset - self._offset)
-                view._add(part.clone(), None)
-                part.zero_()  # views may have elements in common, which count once
+        self._add(outside, y)
 
     def _add(self, grad: Tensor, y: Tensor | None) -> None:
         """Add a gradient of ``y``; None: it was overwritten meanwhile, perhaps by its gradient."""
@@ -111,32 +97,61 @@ class NotedOutput:
         self.product = self.product + (math.nan if y is None else dot(whole(y), whole(grad)))
         self.grad = grad if self.grad is None else self.grad + grad  # a graph may have several backward passes
 
-    @classmethod
-    def all_of(cls, result: Any, before_gradient: Callable[[], None]) -> list[NotedOutput]:
-        """Return a note of each tensor of a forward's result that gets a gradient.
 
-        ``before_gradient`` is called before a note adds a gradient.
-        """
-        tensors: list[Tensor] = []
-        map_tensors(tensors.append, result)
-        pairs = [(y, cls(before_gradient)) for y in tensors if gets_gradient(y)]
-        outputs = dict(reversed(pairs))  # a tensor that is returned twice has one gradient: its first note gets it
-        notes = defaultdict(lambda: cls(before_gradient), outputs)  # of outputs, and of bases that are no outputs
-        for y, output in outputs.items():
-            base = y._base
-            if type(base) is Tensor and base.grad_fn is not None and base not in outputs:
-                if base.dtype == y.dtype and 0 not in y.stride():
-                    notes[base]._views.append(output)
-        edges = {(y.grad_fn, y.output_nr): note for y, note in notes.items()}
-        # of a lone output only the nodes between it and its base can add to a noted gradient
-        ends = {base.grad_fn for base in notes if base not in outputs} if len(outputs) == 1 else ()
-        for node in nodes_of(outputs, ends) if len(edges) > 1 else ():
-            for index, edge in enumerate(node.next_functions):
-                if edge in edges:
-                    node.register_hook(partial(edges[edge]._add_inside, index))
-        for y, note in notes.items():
-            note.watch(y)
-        return [output for _, output in pairs]
+class _NotedBase(NotedOutput):
+    """A tensor that a forward did not return itself, but views of it, which are outputs.
+
+    If the training writes such a view in place, autograd gives its gradient to the base alone: each of ``views`` gets
+    its part of that. As long as none is written the base notes nothing, and the views what they get.
+    """
+
+    def __init__(self, before_gradient: Callable[[], None]) -> None:
+        super().__init__(before_gradient)
+        self.views: list[NotedOutput] = []
+
+    def _add(self, grad: Tensor, y: Tensor | None) -> None:
+        """Add the views' parts of a gradient of ``y`` to them, if ``y`` is None: it was overwritten."""
+        if y is None:
+            unassigned = torch.empty_strided(self._size, self._stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            for view in self.views:
+                part = unassigned.as_strided(view._size, view._stride, view._offset - self._offset)
+                view._add(part.clone(), None)
+                part.zero_()  # views may have elements in common, which count once
+
+
+def notes_of_outputs(result: Any, before_gradient: Callable[[], None]) -> list[NotedOutput]:
+    """Return a note of each tensor of a forward's result that gets a gradient.
+
+    Let a forward return y, z = f(y) and v, a view of a hidden h. The training computes a loss of the three.
+
+        y    gets a sum: f's addend, which a hook of f's node notes, and the loss's gradient of y, its ``grad``
+        z    gets the loss's gradient alone
+        v    gets the loss's gradient alone, unless the training wrote v in place, as by v.mul_(2): then autograd gives
+             it to h, whose note, a _NotedBase, adds it to v's
+
+    ``before_gradient`` is called before a note adds a gradient.
+    """
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, result)
+    pairs = [(y, NotedOutput(before_gradient)) for y in tensors if gets_gradient(y)]
+    outputs = dict(reversed(pairs))  # a tensor that is returned twice has one gradient: its first note gets it
+    bases = defaultdict[Tensor, _NotedBase](lambda: _NotedBase(before_gradient))
+    for y, output in outputs.items():
+        base = y._base
+        if type(base) is Tensor and base.grad_fn is not None and base not in outputs:
+            if base.dtype == y.dtype and 0 not in y.stride():
+                bases[base].views.append(output)
+    notes: dict[Tensor, NotedOutput] = {**outputs, **bases}
+    edges = {(y.grad_fn, y.output_nr): note for y, note in notes.items()}
+    # of a lone output only the nodes between it and its base can add to a noted gradient
+    ends = {base.grad_fn for base in bases} if len(outputs) == 1 else ()
+    for node in nodes_of(outputs, ends) if len(edges) > 1 else ():
+        for index, edge in enumerate(node.next_functions):
+            if edge in edges:
+                node.register_hook(partial(edges[edge]._add_inside, index))
+    for y, note in notes.items():
+        note.watch(y)
+    return [output for _, output in pairs]
 
 
 class Call(NamedTuple):
@@ -203,7 +218,7 @@ class StepNotes:
             return
         self.calls.append(call)
         with self._or_reason():
-            call.outputs.extend(NotedOutput.all_of(result, self._before_gradient))
+            call.outputs.extend(notes_of_outputs(result, self._before_gradient))
 
 
 def gets_gradient(y: Tensor) -> bool:

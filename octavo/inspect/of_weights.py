@@ -175,21 +175,22 @@ def find_frozen(run: Training, not_in_optimizer: Rule, without_gradient: Rule, n
     frozen_by_choice = {name.removesuffix(".weight") for name in itertools.chain(*names_frozen)}
     for at, places in _stopped_weights(run).items():
         layers = [place for place in places if place < len(run.layers)] or places
-        if len(places) == len(run.names):
-            rule, where = nothing_trains, ("", "")
-        elif not np.isfinite(gradients[at:]).any():  # none was there to be read, as in "updates in backward"
-            continue
-        elif (gradients[at:, places] > 0).any():
-            rule, where = not_in_optimizer, (run.names[layers[0]], "weight")
-        else:  # they are cut off behind the last of these layers
-            rule, where = without_gradient, (run.names[layers[-1]], "weight")
-        # where the rate fell to 0, find_rates says so
-        if rate_stops_them and rule is not without_gradient:
-            continue
+        first, last = ((run.names[place], "weight") for place in (layers[0], layers[-1]))
         # as the base of an adapter, or by requires_grad_(False) in the training: "frozen part by part"
         is_choice = at == 0 or frozen_by_choice >= {run.names[place] for place in places}
-        if is_choice and rule is without_gradient:
-            rule = rule._replace(level="note")
+        gradients_are_known = np.isfinite(gradients[at:]).any()  # some were there to be read: "updates in backward"
+        rows = (
+            (nothing_trains, ("", ""), len(places) == len(run.names)),
+            (None, first, not gradients_are_known),
+            (not_in_optimizer, first, (gradients[at:, places] > 0).any()),
+            # they are cut off behind the last of these layers
+            (without_gradient._replace(level="note"), last, is_choice),
+            (without_gradient, last, True),
+        )
+        rule, where = next((rule, where) for rule, where, holds in rows if holds)
+        # where the rate fell to 0, find_rates says so
+        if rule is None or (rate_stops_them and rule in (nothing_trains, not_in_optimizer)):
+            continue
         scale = f", and the loss scale fell to {scales[-1]:.3g}" if scales[-1] < scales[max(0, at - 1)] / 4 else ""
         others = f", nor do {len(places) - 1} other weights" if len(places) > 1 else ""
         yield Detection(rule, run.steps[at], LIKELY, {"others": others, "scale": scale}, where)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
-from octavo.inspect.weight_updates import SQUARES, WEIGHT_STATISTICS
+from octavo.inspect.weight_updates import RESOLUTIONS, WEIGHT_STATISTICS
 from octavo.kernels.arguments import Counted
 from octavo.reading import read_json
 
@@ -77,15 +77,10 @@ class RecordWriter:
         self.write("record.json", json.dumps({"format": FORMAT}))
         self.write(_STEPS, _as_lines(line for line in read_lines(folder) if line["step"] < step))
 
-    def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
-        """Write a step's counts: arrays by name."""
-        with replacing(self.folder / f"counts-{step:08d}.npz") as file:
-            np.savez_compressed(file, **counts)
-
-    def write_arrays(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Write arrays by name to a file, in place of those that it has."""
+    def write_arrays(self, name: str, arrays: Mapping[str, Any], save: Any) -> None:
+        """Write arrays by name to a file, by NumPy's ``savez`` or ``savez_compressed``, in place of those it has."""
         with replacing(self.folder / name) as file:
-            np.savez(file, **arrays)
+            save(file, **arrays)
 
     def add_lines(self, *lines: Mapping[str, Any]) -> None:
         """Add lines to steps.jsonl: a step's numbers by name, or an event with its text."""
@@ -446,13 +441,16 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 def weight_measures(statistics: Any) -> dict[str, Any]:
     """Return WEIGHT_STATISTICS' measures by name, from its columns [..., layers, 18]; nan where nothing was sampled."""
-    sums, measures = dict(zip(WEIGHT_STATISTICS, np.moveaxis(statistics, -1, 0), strict=True)), {}
+    sums = dict(zip(WEIGHT_STATISTICS, np.moveaxis(statistics, -1, 0), strict=True))
+
+    def measure(name: str, divisor: str, is_of_squares: bool) -> Any:
+        least = np.minimum(sums[divisor], sums["masters"]) if name.startswith("master") else sums[divisor]
+        ratio = np.where(least > 0, sums[name] / sums[divisor], np.nan)
+        return np.sqrt(ratio) if is_of_squares else ratio
+
     with np.errstate(divide="ignore", invalid="ignore"):
-        for column, divisors in WEIGHT_STATISTICS.items():
-            for name, divisor in divisors.items():
-                least = np.minimum(sums[divisor], sums["masters"]) if column.startswith("master") else sums[divisor]
-                ratio = np.where(least > 0, sums[column] / sums[divisor], np.nan)
-                measures[name] = np.sqrt(ratio) if column in SQUARES else ratio
+        measures = {name: measure(name, *each) for name, each in WEIGHT_STATISTICS.items() if each.divisor}
+        measures |= {resolution: measure(name, "grid", True) for resolution, name in RESOLUTIONS.items()}
     is_faulty = (sums["gradients"] > 0) & np.isnan(sums["gradient"])
     return measures | {"gradient": np.where(is_faulty, np.inf, measures["gradient"])}
 

@@ -2,9 +2,9 @@
 
 Of a recorded step the modules' casts are counted in a Table (rows.py) as they compute. Updates (weight_updates.py)
 reads the weights before and after the optimizer's update, and the Twin (twin.py) compares its gradients before it. At
-the step's end ``_count`` adds these up over ranks, and ``_send`` sends them to the host, with the scalars and the
-numbers that a DeviceEvent is decided by. When they have arrived, in a later step, ``_write`` hands the Twin what
-decides whether later steps have an FP8 rerun, and writes them by the RecordWriter. Who writes which file stands in
+the step's end ``_count`` adds these up over ranks, and ``_send`` sends them to the host, with the scalars and the two
+numbers that decide events. When they have arrived, in a later step, ``_write`` hands the Twin what decides whether
+later steps have an FP8 rerun, and writes them by the RecordWriter. Who writes which file stands in
 record.py.
 """
 
@@ -32,7 +32,7 @@ from octavo.inspect.module_outputs import OutputChanges
 from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, weight_measures
 from octavo.inspect.remedies import RECIPES_FILE, own_recipes
 from octavo.inspect.rows import Row, Table, require_whole
-from octavo.inspect.twin import NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, TWIN_LOSS, Comparison, DeviceEvent, Twin
+from octavo.inspect.twin import LEAST_RERUN_COSINE, NO_HOOKS, NO_TWIN, OTHER_GRADIENTS, TWIN_LOSS, Comparison, Twin
 from octavo.inspect.weight_updates import (
     FROZEN,
     GROUP,
@@ -49,9 +49,10 @@ from octavo.recipes import to_json
 from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
-ByStep = dict[int, dict[str, float]]  # numbers by step and name
-Noted = dict[int, dict[str | DeviceEvent, Scalar]]  # numbers by step and name, or by the event that one decides
-SKIPPED = DeviceEvent("skipped", "neither the weights nor the optimizer's state were touched", lambda skips: skips != 0)
+# The names of numbers that a step notes beside its scalars, and that decide events when they arrive from the device:
+# whether the step changed nothing, and Comparison.reproduced. No scalar has such a name.
+SKIPS, REPRODUCED = "(skips)", "(reproduced)"
+SKIPPED = "neither the weights nor the optimizer's state were touched"
 
 
 class _Sent(NamedTuple):
@@ -59,7 +60,7 @@ class _Sent(NamedTuple):
 
     step: int
     table: Table
-    noted: Noted  # tensors' values are the last tensor of ``in_flight``, in this order
+    noted: dict[int, dict[str, Scalar]]  # tensors' values are the last tensor of ``in_flight``, in this order
     names: tuple[str, ...]  # of the counts
     in_flight: InFlight  # the counts, and the values of ``noted``
     others: Sequence[str]  # names of parameters that are no layer's weight
@@ -144,7 +145,7 @@ class Recorder:
         self._twin = Twin(model, optimizer, self._ranks, Path(to), step > 0) if twin else None
         self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
-        self._noted: Noted = {}
+        self._noted: dict[int, dict[str, Scalar]] = {}  # numbers by step and name
         self._sent: list[_Sent] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
@@ -163,17 +164,16 @@ class Recorder:
             raise RuntimeError(f"the record ends before step {self._step}, as close() was called: make a Recorder anew")
         comparison = None if self._twin is None else self._twin.take()
         if self._continues:
-            by_name = self._changed_facts() | {"loss": loss, "grad_norm": grad_norm, **scalars}
-            by_event: dict[DeviceEvent, Scalar | None] = {SKIPPED: self._steps_skipped()}  # the number that decides it
+            numbers = self._changed_facts() | {"loss": loss, "grad_norm": grad_norm, **scalars}
+            numbers[SKIPS] = self._steps_skipped()
             if comparison is not None:
-                by_name |= comparison.scalars | {TWIN_LOSS: comparison.twin_loss(loss, scalars.get("loss_scale"))}
-                by_event[OTHER_GRADIENTS] = comparison.reproduced
-            numbers: list[tuple[str | DeviceEvent, Scalar | None]] = [*by_name.items(), *by_event.items()]
-            for what, value in numbers:  # copied without autograd's graph; sharded tensors as whole ones
+                numbers |= comparison.scalars | {REPRODUCED: comparison.reproduced}
+                numbers[TWIN_LOSS] = comparison.twin_loss(loss, scalars.get("loss_scale"))
+            for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:
-                    self._noted.setdefault(self._step, {})[what] = value
+                    self._noted.setdefault(self._step, {})[name] = value
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
@@ -195,7 +195,7 @@ class Recorder:
         """
         with self._or_ends():
             if self._writer is not None:
-                self._writer.add_lines({"step": self._step, "event": kind, "text": text})
+                self._writer.add_lines(_event(self._step, kind, text))
 
     def close(self) -> None:
         """Write all numbers on their way to the host, and stop counting in the model; no step can follow."""
@@ -286,8 +286,9 @@ class Recorder:
         table.sums.zero_()
         table.extremes.zero_()
         counts = {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(weight_statistics)}
-        if self._twin is not None and self._twin.reason:
-            if self.optimizer is not None:
+        # rank 0 alone reads in _say_unwatched that no hook runs, and says so: then all ranks' twins end together
+        if self._twin is not None and self._ranks.any(bool(self._twin.reason) or not self._updates.is_hooked):
+            if self.optimizer is not None and self._twin.reason:
                 self.event(NO_TWIN, self._twin.reason)
             self._twin.close()
             self._twin = None
@@ -317,7 +318,15 @@ class Recorder:
             return
         if self._twin is not None and "twin" in counts:
             self._twin.arrived(counts["twin"], counts["rerun_loss"])
-        scalars, events = self._scalars_and_events(sent.noted, values)
+        arrived, events, scalars = iter(values.tolist()), [], {}
+        for step, noted in sent.noted.items():
+            numbers = {name: next(arrived) if isinstance(x, Tensor) else x for name, x in noted.items()}
+            if numbers.pop(SKIPS, 0) != 0:
+                events.append(_event(step, "skipped", SKIPPED))
+            if (cosine := numbers.pop(REPRODUCED, 1.0)) < LEAST_RERUN_COSINE:
+                events.append(_event(step, NO_TWIN, OTHER_GRADIENTS.format(cosine)))
+            if numbers:
+                scalars[step] = {name: x if math.isfinite(x) else math.nan for name, x in numbers.items()}
         with self._or_ends():
             self._writer.add_lines(*events, *({"step": step, **of_step} for step, of_step in scalars.items()))
             if counts:
@@ -327,20 +336,6 @@ class Recorder:
         if self.on_record is not None:
             for step, of_step in scalars.items():
                 self.on_record(step, of_step)
-
-    @staticmethod
-    def _scalars_and_events(noted: Noted, values: Tensor) -> tuple[ByStep, list[dict[str, Any]]]:
-        """Return scalars by step and name, and the lines of the events that happened; ``values``: of tensors."""
-        scalars, events = ByStep(), list[dict[str, Any]]()
-        arrived = iter(values.tolist())
-        for step, numbers in noted.items():
-            for what, number in numbers.items():
-                value = next(arrived) if isinstance(number, Tensor) else number
-                if not isinstance(what, DeviceEvent):
-                    scalars.setdefault(step, {})[what] = value if math.isfinite(value) else math.nan
-                elif what.happened(value):
-                    events.append({"step": step, "event": what.kind, "text": what.text.format(value)})
-        return scalars, events
 
     def _write_counts(self, writer: RecordWriter, sent: _Sent, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Write the counts of a recorded step, and what they belong to where that changed; return its arrays."""
@@ -359,9 +354,9 @@ class Recorder:
         if sent.outputs is not None:
             arrays |= sent.outputs.arrays(counts["outputs"])
             samples = {"lengths": sent.outputs.lengths, "values": counts["samples"], **sent.outputs.names()}
-            writer.write_arrays(OUTPUTS, samples)
+            writer.write_arrays(OUTPUTS, samples, np.savez)
         arrays |= {"others": np.array(sent.others, dtype=str), "others_moved": counts["moved"][layers:]}
-        writer.add_counts(sent.step, arrays)
+        writer.write_arrays(f"counts-{sent.step:08d}.npz", arrays, np.savez_compressed)
         return arrays
 
     def _say_unwatched(self, writer: RecordWriter, step: int, weight_statistics: Tensor) -> None:
@@ -373,7 +368,12 @@ class Recorder:
         missing = "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
         text = f"optimizer.step() runs no hooks, as if it is compiled: {missing}"
         events = {UNWATCHED: text} | ({} if self._twin is None else {NO_TWIN: NO_HOOKS})
-        writer.add_lines(*({"step": step, "event": kind, "text": each} for kind, each in events.items()))
+        writer.add_lines(*(_event(step, kind, each) for kind, each in events.items()))
+
+
+def _event(step: int, kind: str, text: str) -> dict[str, Any]:
+    """Return the line of an event in steps.jsonl."""
+    return {"step": step, "event": kind, "text": text}
 
 
 def _by_name(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:

@@ -96,23 +96,14 @@ class Detection(NamedTuple):
         text, remedy, expected, advice = (each.format_map(self.values) for each in formats)
         since = f"{'at' if ONCE in KINDS[rule.kind].traits else 'since'} step {self.begins}"
         subject = f"{layer} {text}" if layer else f"{text[:1].upper()}{text[1:]}"
+        sentence = f"{subject} {since}: {advice or remedy.split(';')[0]}"
         severity = severity_of(rule.kind, self.times)
-        return Finding(
-            kind=rule.kind,
-            layer=layer,
-            role=role,
-            products=(),
-            cast="",
-            begins=self.begins,
-            worst=self.begins if self.worst is None else self.worst,
-            numbers=dict(self.numbers),
-            cause=text,
-            remedy=remedy,
-            expected=expected,
-            severity=severity,
-            level=rule.level or level_of(severity),
-            sentence=f"{subject} {since}: {advice or remedy.split(';')[0]}",
-        )
+        level = rule.level or level_of(severity)
+        worst = self.begins if self.worst is None else self.worst
+        numbers = dict(self.numbers)
+        of_no_cast = (), ""  # its products, and the cast
+        where = layer, role, *of_no_cast, self.begins, worst
+        return Finding(rule.kind, *where, numbers, text, remedy, expected, severity, level=level, sentence=sentence)
 
 
 class Series(NamedTuple):

@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,28 +91,11 @@ WRITTEN_WEIGHTS = (
     "weights were written between the forward and the update of the optimizer that octavo.inspect.record has, such as "
     "by another optimizer: give it the one that updates first"
 )
-OTHER_RANK = "it failed on another rank"
-
-
-class DeviceEvent(NamedTuple):
-    """An event that is recorded if a number says so that arrives from the device; that number is no scalar.
-
-    Attributes:
-        kind, text: of the event; "{}" in the text stands for the number.
-        happened: whether the number says so.
-    """
-
-    kind: str
-    text: str
-    happened: Callable[[float], bool]
-
-
-OTHER_GRADIENTS = DeviceEvent(  # its number is Comparison.reproduced
-    NO_TWIN,
+OTHER_GRADIENTS = (
     "gradients reach the weights by another way than the model's outputs, or are changed before the update: its "
-    "forwards run once more in FP8 have gradients whose cosine with the step's is {:.2f}",
-    lambda cosine: cosine < LEAST_RERUN_COSINE,
+    "forwards run once more in FP8 have gradients whose cosine with the step's is {:.2f}"
 )
+OTHER_RANK = "it failed on another rank"
 
 
 class Comparison(NamedTuple):
@@ -178,7 +161,7 @@ class Twin:
     A recorded step, in order:
 
         begin            hooks of the model note its forwards, from now on
-        forward          its arguments, random states and autocast are noted, and its outputs get a node of autograd
+        forward          its arguments, random states and autocast are noted, and its outputs get hooks
         first backward   before it changes a gradient, the norms of gradients that earlier steps left over are noted
         each backward    the outputs' gradients are noted
         before update    a hook of the optimizer decides whether the step has a twin, and runs on the device
@@ -330,25 +313,20 @@ class Twin:
             return None
         zero, one = torch.zeros_like(twin.loss_change), torch.ones_like(twin.loss_change)  # the step is like itself
         of_step = _StepInFP8(self._sums.products(twin.pairs, len(layers)), twin.loss_change, zero, one)
-        step_squares = Products(*of_step.products.unbind(1)).first_squares
-        leftover_squares = torch.zeros_like(step_squares) if leftover is None else self._ranks.sum(leftover)
-
         is_first = self._first_cosines is None
         needs_rerun = self._ranks.any(is_first or self._needs_reruns)
         if (in_fp8 := self._run_in_fp8(calls, weights, layers, twin) if needs_rerun else of_step) is None:
             return None
         first_cosines = self._first_cosines = in_fp8.cosines if self._first_cosines is None else self._first_cosines
-        lowest = in_fp8.cosines.masked_fill(first_cosines < REPRODUCED_COSINE, 1.0).min()
 
-        # nan where the first step's gradients were not its FP8 rerun's, as what is compared is unknown then
-        are_unlike = first_cosines < LEAST_RERUN_COSINE
-        rows_are_unlike, all_are_unlike = are_unlike[:-1], are_unlike[-1]
-        products = in_fp8.products.masked_fill((leftover_squares != 0).unsqueeze(1), 0.0)
-        products = products.masked_fill((rows_are_unlike | all_are_unlike).unsqueeze(1), math.nan)
-        losses = in_fp8.loss_change, twin.loss
-        loss_change, loss = (self._ranks.mean(x).masked_fill(all_are_unlike, math.nan) for x in losses)
+        step_squares = Products(*of_step.products.unbind(1)).first_squares
+        leftover_squares = torch.zeros_like(step_squares) if leftover is None else self._ranks.sum(leftover)
+        in_fp8 = in_fp8._replace(products=in_fp8.products.masked_fill((leftover_squares != 0).unsqueeze(1), 0.0))
+        in_fp8, loss = self._without_unknown(in_fp8, twin.loss, first_cosines < LEAST_RERUN_COSINE)
+
+        of_layers, of_others = in_fp8.products.split([len(layers), 1])
         change_along, predicted = self._ranks.sum(twin.slope)
-        of_layers, of_others = products.split([len(layers), 1])
+        lowest = in_fp8.cosines.masked_fill(first_cosines < REPRODUCED_COSINE, 1.0).min()
         scalars = {
             RERUN_COSINE: lowest if needs_rerun and not is_first else None,
             LEFTOVER_SHARE: self._leftover_share(leftover_squares, step_squares, layers),
@@ -359,7 +337,7 @@ class Twin:
             scalars[OTHERS_COSINE] = torch.where(fp8_squares == 0, 0.0, dots / (fp8_squares * twin_squares).sqrt())
         return Comparison(
             products=of_layers,
-            loss_change=loss_change,
+            loss_change=in_fp8.loss_change,
             loss=loss,
             has_scale=any(call.forward.is_float16 for call in calls) or _has_scale(trained),
             reproduced=first_cosines[-1] if is_first else None,
@@ -367,6 +345,18 @@ class Twin:
             scalars=scalars,
             outputs=twin.outputs,
         )
+
+    def _without_unknown(self, in_fp8: _StepInFP8, loss: Tensor, are_unlike: Tensor) -> tuple[_StepInFP8, Tensor]:
+        """Return a step and its twin's loss, the losses as means over ranks; nan in place of what is unknown.
+
+        ``are_unlike``: of layers, of other weights and of all together, whether gradients of the first recorded step
+        were not those of its FP8 rerun: these rows of the products are unknown then, or all of them and the losses.
+        """
+        rows_are_unlike, all_are_unlike = are_unlike[:-1], are_unlike[-1]
+        products = in_fp8.products.masked_fill((rows_are_unlike | all_are_unlike).unsqueeze(1), math.nan)
+        losses = in_fp8.loss_change, loss
+        loss_change, loss = (self._ranks.mean(x).masked_fill(all_are_unlike, math.nan) for x in losses)
+        return in_fp8._replace(products=products, loss_change=loss_change), loss
 
     def _run_in_fp8(
         self, calls: Sequence[Call], weights: LayerWeights, layers: Sequence[RecordedLayer], twin: Rerun

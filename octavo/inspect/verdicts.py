@@ -253,17 +253,22 @@ class _TwinComparison:
         twin_rises = at >= LEAST_BEFORE and _median(self.twin_losses[at:]) > highest_before
         other_departed = twin_rises and any(each.step < self.steps[at] for each in self.departures[:1])
         other_fault_is_earlier = worst is not None and not worst.products and worst.begins <= self.steps[at]
-        if other_departed or other_fault_is_earlier:
+        is_second = other_departed or other_fault_is_earlier
+        flushes_all = not is_of_loss and _median(cosines) == 0
+        outlasts_fault = worst is not None and not other_departed and self.twin_recovers_from(worst)
+        parts = (
             # besides, it flushes all gradients; or the twin's loss came down again, and FP8's did not
-            flushes_all = not is_of_loss and _median(cosines) == 0
-            outlasts_fault = worst is not None and not other_departed and self.twin_recovers_from(worst)
-            return TAKES_PART if flushes_all or outlasts_fault else SUFFERS
-        # casts flush gradients, and the updates let both losses rise: the twin has the same weights. A cast is
-        # the worst finding in "scales that stay at 1", and of the loss alone FP8 has "rows of the other block's weight"
-        if worst is not None or is_of_loss or twin_rises:
-            return CAUSE
-        # gradients lose their direction ("saved codes of the first block"), or a few digits, and no loss shows it yet
-        return HARMS if (np.median(cosines, axis=0) < HARMFUL_COSINE).any() else CHANGES
+            (TAKES_PART, is_second and (flushes_all or outlasts_fault)),
+            (SUFFERS, is_second),
+            # casts flush gradients, and the updates let both losses rise: the twin has the same weights. A cast is the
+            # worst finding in "scales that stay at 1", and of the loss alone FP8 has "rows of the other block's weight"
+            (CAUSE, worst is not None or is_of_loss or twin_rises),
+            # gradients lose their direction, and no loss shows it yet: "saved codes of the first block"
+            (HARMS, (np.median(cosines, axis=0) < HARMFUL_COSINE).any()),
+            # or they lose a few digits
+            (CHANGES, True),
+        )
+        return next(part for part, holds in parts if holds)
 
     def losses_in_words(self, at: int) -> str:
         """Return a step's loss and its twin's in words."""

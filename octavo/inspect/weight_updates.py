@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,32 +23,40 @@ from octavo.weights.fsdp2 import on_this_rank, own_slices
 from octavo.weights.operands import weight_of
 from octavo.weights.stored import StoredWeight
 
-# The columns of a record's array "moved", [weights, 18], in this order: counts and sums of a weight's sampled elements.
-# The names are in code alone. Each has {a measure that a record has of it: its divisor, a column too}. A measure is
-# column / divisor, or the square root of that for the columns in SQUARES.
-WEIGHT_STATISTICS: Mapping[str, Mapping[str, str]] = {
-    "elements": {},  # how many are sampled of the weight
-    "moments": {},  # how many are sampled of each moment in codes
-    "masters": {},  # how many are sampled of a master that was there before the step
-    "update": {"update": "elements", "resolution": "grid"},  # squares of what the optimizer's step changes
-    "grid": {},  # squares of the distances between numbers of the weight's dtype
-    "changed": {"changed": "elements"},  # how many the step changes
-    "first_flushed": {"first_flushed": "moments"},  # how many first moments are 0 while the second is not
-    "second_flushed": {"second_flushed": "moments"},  # how many second moments are 0 while the first is not
-    # squares of what the step changes of the master
-    "master_update": {"master_update": "masters", "master_resolution": "grid"},
-    "master_changed": {"master_changed": "masters"},  # how many of the master the step changes
-    "changed_between_records": {"between": "elements"},  # squares of change since the last recorded update
-    "gradients": {},  # how many are sampled of the gradient
-    "plain_second_moments": {},  # how many are sampled of a second moment that is a plain tensor
-    "sampled_before_update": {},  # how many are sampled before the optimizer's step
-    "weight": {"size": "elements"},  # squares of the weight after the step
-    "gradient": {"gradient": "gradients"},  # squares of what the optimizer gets, inf if not finite
-    "changed_by_others": {"outside": "sampled_before_update"},  # squares of changes before the update
-    "second_moment_sum": {"second_moment": "plain_second_moments"},  # sum of the sampled second moments
+
+class Statistic(NamedTuple):
+    """A sum over a weight's sampled elements; by its divisor it gives a measure of a record, which has its name.
+
+    The measure is sum / divisor, or the square root of that where the sum ``is_of_squares``.
+    """
+
+    divisor: str = ""  # another statistic; "": it gives no measure
+    is_of_squares: bool = False
+
+
+# The columns of a record's array "moved", [weights, 18], in this order. The names are in code alone.
+WEIGHT_STATISTICS = {
+    "elements": Statistic(),  # how many are sampled of the weight
+    "moments": Statistic(),  # how many are sampled of each moment in codes
+    "masters": Statistic(),  # how many are sampled of a master that was there before the step
+    "update": Statistic("elements", True),  # what the optimizer's step changes
+    "grid": Statistic("", True),  # the distances between numbers of the weight's dtype
+    "changed": Statistic("elements"),  # how many the step changes
+    "first_flushed": Statistic("moments"),  # how many first moments are 0 while the second is not
+    "second_flushed": Statistic("moments"),  # how many second moments are 0 while the first is not
+    "master_update": Statistic("masters", True),  # what the step changes of the master
+    "master_changed": Statistic("masters"),  # how many of the master the step changes
+    "between": Statistic("elements", True),  # the change since the last recorded update
+    "gradients": Statistic(),  # how many are sampled of the gradient
+    "plain_second_moments": Statistic(),  # how many are sampled of a second moment that is a plain tensor
+    "sampled_before_update": Statistic(),  # how many are sampled before the optimizer's step
+    "size": Statistic("elements", True),  # the weight after the step
+    "gradient": Statistic("gradients", True),  # what the optimizer gets, inf if not finite
+    "outside": Statistic("sampled_before_update", True),  # the change before the update, by others
+    "second_moment": Statistic("plain_second_moments"),  # the sampled second moments
 }
-# columns that are sums of squares
-SQUARES = "update", "grid", "master_update", "changed_between_records", "weight", "gradient", "changed_by_others"
+# {a further measure of a record: the statistic that it compares with "grid"}
+RESOLUTIONS = {"resolution": "update", "master_resolution": "master_update"}
 SAMPLED = 1024  # at most so many elements of a weight are read
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
 FROZEN = "frozen"  # the kind of an event: parameters, "a.weight, b.weight", that no longer require a gradient
@@ -253,8 +261,8 @@ class Updates:
         gradient_lengths, gradients = self._gradients or self._read_gradients()
         update, master_update = after.weights - before.weights, after.masters - before.masters
         drift = begun - (begun if self._last is None else self._last)
-        terms = {"update": update, "master_update": master_update, "weight": after.weights, "gradient": gradients}
-        terms |= {"grid": after.spacing, "changed_between_records": drift, "changed_by_others": before.weights - begun}
+        terms = {"update": update, "master_update": master_update, "size": after.weights, "gradient": gradients}
+        terms |= {"grid": after.spacing, "between": drift, "outside": before.weights - begun}
         sums = dict(zip(terms, torch.stack([*terms.values()]).double().square().sum(-1), strict=True))
         is_changed = torch.stack([update, master_update]) != 0
         sums["changed"], sums["master_changed"] = is_changed.sum(-1, dtype=torch.float64)
@@ -270,7 +278,7 @@ class Updates:
         if not is_watched:  # gradients that are left are known to be of this step where the weight changed
             sums["gradients"] = sums["gradients"] * (sums["changed"] > 0)
         sums["first_flushed"], sums["second_flushed"] = _flushed(samples)
-        sums["second_moment_sum"] = padded([sample.second for sample in samples]).double().sum(-1)
+        sums["second_moment"] = padded([sample.second for sample in samples]).double().sum(-1)
         self._last = after.weights
         return torch.stack([sums[name] for name in WEIGHT_STATISTICS], 1)
 

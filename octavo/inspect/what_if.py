@@ -575,6 +575,8 @@ def _products(
         output = type(layer).forward(layer, x, *offsets)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
         leaves = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
+        if not leaves:  # the output has a gradient by its bias alone
+            return full_tensor(output.detach()), None, None
         gradients = dict(zip(map(id, leaves), torch.autograd.grad(output, leaves, grad), strict=True))
     grad_input, grad_weight = (full_tensor(gradients[id(one)]) if id(one) in gradients else None for one in (x, weight))
     return full_tensor(output.detach()), grad_input, grad_weight

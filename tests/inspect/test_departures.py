@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.inspect import verdict
+from octavo.inspect import diagnose, verdict
 from octavo.inspect.departures import departures
 from octavo.inspect.twin import NO_OUTPUT, NO_TWIN
 
@@ -57,6 +57,16 @@ def test_gradients_that_come_by_another_way_are_named() -> None:
     assert "What changed first: gradients no longer come through the outputs of the recorded model" in verdict(
         record, []
     )
+
+
+@pytest.mark.parametrize("step", [50 * AT - 1, 50 * RECORDS])
+def test_an_event_whose_step_has_no_counts_is_one_of_the_next_recorded_step(step: int) -> None:
+    """As of a run that was killed before they arrived."""
+    record, noise = healthy(4, RECORDS), np.random.default_rng(0).normal(0, 0.1, (RECORDS, 4))
+    record.weights.update(gradient=np.exp(noise), update=1e-4 * np.exp(noise))
+    record.events.append((step, NO_TWIN, NO_OUTPUT))
+    assert [first.step for first in departures(record)] == record.steps[AT:][:1] * (step < record.steps[-1])
+    assert diagnose(record) == []
 
 
 def test_a_small_change_of_many_numbers_is_named_before_a_larger_one_of_one() -> None:

@@ -19,7 +19,7 @@ def test_tensors_are_compared_with_those_of_the_run_before() -> None:
             y = model["a"](x)
             z = model[last](y[:rows])
             z.backward(torch.full_like(z, 1.0 + len(moved)))
-        sums = outputs.moved(x.device).sums
+        sums = outputs.changes(x.device).sums
         moved.append(sums[:8].view(4, 4))
         gradients.append(dict(zip(outputs.parameters, sums[8:].sqrt().tolist(), strict=True)))
         model.zero_grad()

@@ -50,7 +50,10 @@ def record_sharded(mesh: Any, name: str, folder: str) -> None:
 def record_on_a_full_disk(mesh: Any, folder: str) -> list[str]:
     """Return the warnings where rank 0 can't write the record."""
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(RecordWriter, "add_counts", side_effect=full), warnings.catch_warnings(record=True) as said:
+    with (
+        mock.patch.object(RecordWriter, "write_arrays", side_effect=full),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         record_sharded(mesh, "dynamic", folder)
     return [str(each.message) for each in said if "recorded" in str(each.message)]

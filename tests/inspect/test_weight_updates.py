@@ -16,7 +16,7 @@ from octavo import recipes
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.report import table
 from octavo.inspect.rows import Table
-from octavo.inspect.twin import NO_TWIN
+from octavo.inspect.twin import NO_HOOKS, NO_TWIN
 from octavo.inspect.weight_updates import Updates, count_weights, optimizer_facts
 from octavo.optim.state import for_kernel
 
@@ -73,7 +73,9 @@ def test_a_compiled_step_of_the_optimizer_is_said_to_be_unwatched(
             gradients.append(model[0].weight.grad.square().mean().sqrt().item())
             recorder.step()
             optimizer.zero_grad()
+        assert not model._forward_hooks  # nothing is noted for a twin
     record = octavo.inspect.load(tmp_path)
+    assert [(at, text) for at, kind, text in record.events if kind == NO_TWIN] == [(0, NO_HOOKS)]
     ((at, kind, text),) = [event for event in record.events if event[1] != NO_TWIN]
     assert (at, kind) == (0, "unwatched") and f"From step 0: {text}." in table(record, [], 1)
     assert record.weights["gradient"][:, 0] == pytest.approx(gradients)

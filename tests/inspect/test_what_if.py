@@ -336,3 +336,10 @@ def test_experts_are_layers(kind: str) -> None:
 
 def not_the_router(module: nn.Module, name: str) -> bool:
     return name != "router"
+
+
+def test_a_layer_that_only_its_bias_trains_has_an_output_alone():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    effect = effect_of(compared(model), "0")
+    assert effect.output > 0 and math.isnan(effect.grad_input) and math.isnan(effect.grad_weight)
