@@ -29,7 +29,6 @@ NO_MIRROR = {
         f"octavo/kernels/triton/{name}.py": "test_cast.py casts by each of their tiles"
         for name in ("cast_blocks", "cast_kernels")
     },
-    "octavo/weights/reader.py": "a Protocol, which mypy holds modules against",
     **{f"octavo/kernels/triton/{name}.py": "test_optimizer_step.py compares whole steps" for name in OF_STEPS},
 }
 

@@ -32,6 +32,7 @@ from tests.support.byte_counter import BETWEEN, GATHER, INSIDE, OTHER, REDUCE, S
 TAKES = "2 minutes"
 MEASURES = (
     "octavo/weights/gathered.py",
+    "octavo/weights/ways.py",
     "octavo/weights/shard_cast.py",
     "octavo/distributed/fp8_reduce.py",
     "octavo/tensor/collectives.py",

@@ -29,7 +29,12 @@ from benchmarks.distributed.communication_ranks import on_ranks
 from octavo import recipes
 
 TAKES = "1 minute"
-MEASURES = ("octavo/weights/gathered.py", "octavo/weights/shard_cast.py", "octavo/weights/fsdp2.py")
+MEASURES = (
+    "octavo/weights/gathered.py",
+    "octavo/weights/ways.py",
+    "octavo/weights/shard_cast.py",
+    "octavo/weights/fsdp2.py",
+)
 
 OCTAVO = ("dynamic", "delayed", "blockwise")
 TORCHAO, PRECOMPUTED = "torchao", "torchao, precomputed"

@@ -13,7 +13,12 @@ import torch
 from torch import nn
 
 TAKES = "a GPU; 1 minute"
-MEASURES = ("octavo/weights/gathered.py", "octavo/weights/shard_cast.py", "octavo/weights/fsdp2.py")
+MEASURES = (
+    "octavo/weights/gathered.py",
+    "octavo/weights/ways.py",
+    "octavo/weights/shard_cast.py",
+    "octavo/weights/fsdp2.py",
+)
 _REFUSAL = "Duplicate GPU detected"
 
 

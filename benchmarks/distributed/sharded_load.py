@@ -146,7 +146,7 @@ def load(mesh: Any, storage: str, way: str, folder: str, blocks: int, width: int
     held = 0
     for parameter in model.parameters():
         stored = local_stored(parameter)
-        parts = [on_this_rank(parameter)] if stored is None else [stored.qdata, stored.scale_inv, stored.low_bits]
+        parts = [on_this_rank(parameter)] if stored is None else [stored.qdata, stored.scale_inv, stored.extra_bits]
         held += sum(part.nbytes for part in parts if part is not None)
     return peak.bytes, held, time.perf_counter() - start
 

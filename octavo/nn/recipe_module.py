@@ -50,7 +50,7 @@ class LayerFP8:
     weight_writes  each cast in training; loads           until another recipe; a copy of the module begins anew
     kept_operands  KeptWeights.cast()                     until a move, a load, another recipe or ``invalidate``, and
                                                           while its ``operands`` finds the weight unwritten
-    gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes: see InFP8
+    gather         FSDP2's hooks, weights/gathered.py     as long as the module; its codes: GatherGroup
     observer       octavo.inspect                         until it is removed; it sees casts and products
     outer          octavo.using: a copy of this object    until the block's end, when recipe, state, weight_writes and
                    from outside its block                 kept_operands are taken back

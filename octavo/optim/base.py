@@ -418,7 +418,7 @@ class CompactOptimizer(Optimizer):
         """Return a weight's update, and whether its master begins anew: in the first step, or after a write.
 
         It brings what the update reads up to date: it makes the state of a first step, restarts the master of a weight
-        that was written, and then drops the low bits of a weight in FP8, which the new master has.
+        that was written, and then drops the extra bits of a weight in FP8, which the new master has.
         """
         weight, state = on_this_rank(param), self.state[param]
         data = states.data_of(weight)
@@ -444,7 +444,7 @@ class CompactOptimizer(Optimizer):
             prepared = self._prepared[param] = prepared._replace(data=data, version=data._version)
         begins_anew = is_new or was_written
         if isinstance(weight, StoredWeight) and begins_anew:
-            weight.low_bits = None  # the master has them
+            weight.extra_bits = None  # the master has them
         return prepared, begins_anew
 
     def _prepare(self, param: nn.Parameter, weight: Tensor, options: Any) -> PreparedUpdate:
@@ -487,7 +487,7 @@ class CompactOptimizer(Optimizer):
         """Return the state as torch's dict, with moments' and masters' own tensors; each group says how to read them.
 
         Weights that live in FP8 and have no state yet are saved with the state that their first step would begin with,
-        as the low bits of their values are kept nowhere else; ranks that share such weights call this together.
+        as the extra bits of their values are kept nowhere else; ranks that share such weights call this together.
         """
         self._describe()
         first_states: Any = self._first_states()
@@ -547,7 +547,7 @@ class CompactOptimizer(Optimizer):
         self._describe()
         self._attach()
         for shard in fp8_shards(new_states):
-            shard.low_bits = None  # the loaded masters have them
+            shard.extra_bits = None  # the loaded masters have them
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
         if is_converted:

@@ -81,23 +81,23 @@ class MasterForm:
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
                 "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
             )
-        low_bits, dtype = weight.low_bits, self.low_bits_dtype
-        if low_bits is None or dtype is None:
-            low_bits = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
+        extra_bits, dtype = weight.extra_bits, self.low_bits_dtype
+        if extra_bits is None or dtype is None:
+            extra_bits = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         codes = weight.qdata.view(torch.uint8)
-        values = _values_of(codes, weight.scale_inv, low_bits)
+        values = _values_of(codes, weight.scale_inv, extra_bits)
         amaxes = torch.empty_like(weight.scale_inv)
         for target, matrix in zip(amaxes, values, strict=True) if weight.ndim == 3 else [(amaxes, values)]:
             target.copy_(amax(matrix, weight.granularity.tile))
         if dtype is None:
             return {"master_amax": amaxes}
         if dtype == torch.float16:
-            master_rest = _values_of(codes, torch.full_like(weight.scale_inv, FLOAT16_FACTOR), low_bits).to(dtype)
+            master_rest = _values_of(codes, torch.full_like(weight.scale_inv, FLOAT16_FACTOR), extra_bits).to(dtype)
         elif dtype.is_floating_point:
             master_rest = values.to(dtype)
         else:
-            shift = torch.iinfo(dtype).bits - torch.iinfo(low_bits.dtype).bits
-            master_rest = _as_bytes(low_bits.to(dtype, copy=True).mul_(1 << shift))
+            shift = torch.iinfo(dtype).bits - torch.iinfo(extra_bits.dtype).bits
+            master_rest = _as_bytes(extra_bits.to(dtype, copy=True).mul_(1 << shift))
         return {"master_amax": amaxes, "master_rest": master_rest}
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:

@@ -1,7 +1,7 @@
 """Messages between ranks, and the collectives that send them, compiled too.
 
     what travels in training             as                                        sent by
-    a weight under FSDP2                 codes and scales, or in its dtype         weights/gathered.py, fsdp2.py
+    a weight under FSDP2                 codes and scales, or in its dtype         weights/ways.py, fsdp2.py
     a stored weight when DDP begins      codes and scales                          weights/bucket.py
     tokens under tensor parallelism      pairs; their sums in the tensor's dtype   autograd/gather_input.py
     rows that experts elsewhere compute  pairs; results in high precision          autograd/exchange.py

@@ -1,4 +1,8 @@
-"""WeightReader: what this room needs of a module that multiplies by a weight, which is above the room."""
+"""WeightReader: what this room needs of a module that multiplies by a weight, which is above the room.
+
+WeightReader is a RecipeModule, LayerState its LayerFP8 (both nn/recipe_module.py), WeightGather a Gather (gathered.py).
+mypy compares them where a module passes itself to this room; tests/weights/test_reader.py compares their names.
+"""
 
 from __future__ import annotations
 

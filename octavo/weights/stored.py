@@ -4,7 +4,7 @@ It is a pair behind the facade of a high-precision matrix, to which gradients fl
 octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently; an
 adapter may be merged into a frozen one.
 
-**It keeps the 8 bits that its cast rounded away (``low_bits``) while it requires gradients or an optimizer waits for
+**It keeps 8 bits that its cast rounded away (``extra_bits``) while it requires gradients or an optimizer waits for
 it, until that one's first step takes them into its master.** Restore and another convert, which read all known bits,
 read them too, products read codes alone. So a forward changes nothing, and a frozen weight has a byte an element.
 
@@ -63,25 +63,25 @@ class TrainingFacts:
     """Facts about how a weight in FP8 is trained, besides its pair. Its aliases, ``.data`` say, share one object.
 
     field           what it holds                                      who writes it
-    low_bits        int8 [N, K]: the bits of the cast values that      ``cast``, ``write`` and adapters, with the codes;
+    extra_bits      int8 [N, K]: the bits of the cast values that      ``cast``, ``write`` and adapters, with the codes;
                     the codes do not hold                              an optimizer's first step and freezing drop them
-    awaited         whether an optimizer will take low_bits into       octavo's optimizers when the weight is added to
+    awaited         whether an optimizer will take extra_bits into     octavo's optimizers when the weight is added to
                     its master; False for copies                       them, or stored later (octavo/optim/)
-    is_frozen       whether the parameter is not trained               the setter of ``requires_grad``
+    is_frozen       whether the parameter is not trained               ``freeze``; the setter of ``requires_grad``
     scale_is_local  whether this rank chose its shard's scale by       ``write``; ``agree_on_scale`` ends it, before the
                     itself, so that ranks have to agree on one         next gather or save
     replaced_scale  the scales that NaN has replaced, until            ``write`` of a file's codes; weights/files.py
                     load_state_dict reads those of the codes           empties it
     """
 
-    low_bits: Tensor | None = None
+    extra_bits: Tensor | None = None
     awaited: bool = False
     is_frozen: bool = False
     scale_is_local: bool = False
     replaced_scale: Tensor | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainingFacts, (self.low_bits, False, self.is_frozen, self.scale_is_local)
+        return TrainingFacts, (self.extra_bits, False, self.is_frozen, self.scale_is_local)
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -139,11 +139,11 @@ class StoredWeight(ShardHooks, Pair):
         return self
 
     def validate(self) -> None:
-        """Raise TypeError or ValueError if codes, scales or low bits are none that such a weight has."""
+        """Raise TypeError or ValueError if codes, scales or extra bits are none that such a weight has."""
         if self.qdata.dtype != E4M3.dtype or self.ndim not in (2, 3) or self.granularity not in STORABLE + FROZEN_ONLY:
             raise ValueError(f"{self} of {self.qdata.dtype} is no weight in FP8, E4M3 [N, K] or [E, N, K]")
-        if (bits := self.low_bits) is not None and (bits.dtype, bits.shape) != (torch.int8, self.shape):
-            raise ValueError(f"{self} has low bits {bits.dtype} {tuple(bits.shape)}, not int8 of its shape")
+        if (bits := self.extra_bits) is not None and (bits.dtype, bits.shape) != (torch.int8, self.shape):
+            raise ValueError(f"{self} has extra bits {bits.dtype} {tuple(bits.shape)}, not int8 of its shape")
         self.pair()  # which checks the rest: shapes, dtypes, devices
 
     @staticmethod
@@ -169,13 +169,13 @@ class StoredWeight(ShardHooks, Pair):
         cls,
         weight: Tensor,
         granularity: Granularity = STORABLE[0],
-        keep_low_bits: bool = False,
+        keep_extra_bits: bool = False,
         like: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> StoredWeight:
         """Cast a high-precision matrix [N, K], or experts' [E, N, K], to FP8; ValueError for other granularities.
 
-        ``keep_low_bits``: keep the bits that rounding takes away, to 12 in all: an optimizer's master begins from them;
+        ``keep_extra_bits``: keep bits that rounding takes away, to 12 in all: an optimizer's master begins from them;
         ``like``: has the result's dtype. If it is a DTensor, ``weight`` is this rank's shard of it, and a scale per
         tensor is from the whole weight's amax: collective; ``amax``: [1, 1] in its place, the same on all ranks.
         """
@@ -198,38 +198,42 @@ class StoredWeight(ShardHooks, Pair):
             qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
         stored_by = granularity if is_shard else stored_granularity(granularity, weight.shape)
         stored = cls(qdata, scale_inv, like.dtype, stored_by, is_shard)
-        if keep_low_bits and granularity in STORABLE and not weight.is_meta:
-            stored.low_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
+        if keep_extra_bits and granularity in STORABLE and not weight.is_meta:
+            stored.extra_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
 
     @property
-    def low_bits(self) -> Tensor | None:
-        return self.facts.low_bits
+    def extra_bits(self) -> Tensor | None:
+        return self.facts.extra_bits
 
-    @low_bits.setter
-    def low_bits(self, bits: Tensor | None) -> None:
-        self.facts.low_bits = bits
+    @extra_bits.setter
+    def extra_bits(self, bits: Tensor | None) -> None:
+        self.facts.extra_bits = bits
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it needs a gradient, as for any tensor; setting it writes ``facts`` besides.
-
-        set to True                        it is trained; nothing is dropped
-        set to False, of a parameter       it is frozen; ``low_bits``, which only training reads, are dropped, unless an
-                                           optimizer waits for them
-        set to False, of another tensor    its facts are no longer its aliases', but new ones of a frozen weight: torch
-                                           makes a frozen parameter of it, perhaps beside one that is trained
-        """
+        """Whether it needs a gradient, as for any tensor; set to False it is also frozen, see ``freeze``."""
         return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
     def requires_grad(self, trains: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, trains)  # type: ignore[attr-defined]
-        if not trains and not isinstance(self, torch.nn.Parameter):
+        if trains:
+            self.facts.is_frozen = False
+        else:
+            self.freeze()
+
+    def freeze(self) -> None:
+        """Note that it is no longer trained, and drop ``extra_bits``, unless an optimizer waits for them.
+
+        A tensor that is no parameter gets facts of its own, and leaves its aliases theirs: torch makes a frozen
+        parameter of it, perhaps beside one that is trained.
+        """
+        if not isinstance(self, torch.nn.Parameter):
             self.facts = TrainingFacts()
-        self.facts.is_frozen = not trains
-        if not trains and not self.facts.awaited:
-            self.low_bits = None
+        self.facts.is_frozen = True
+        if not self.facts.awaited:
+            self.extra_bits = None
 
     def requires_grad_(self, requires_grad: bool = True) -> StoredWeight:
         """Set ``requires_grad``, see there, and return the weight."""
@@ -253,7 +257,7 @@ class StoredWeight(ShardHooks, Pair):
             self.become(other)
 
     def become(self, other: StoredWeight) -> None:
-        """Make this parameter hold these tensors, moved perhaps; whoever awaits its ``low_bits`` still does."""
+        """Make this parameter hold these tensors, moved perhaps; whoever awaits its ``extra_bits`` still does."""
         facts = replace(other.facts, awaited=self.facts.awaited)
         put_into(self, other)  # type: ignore[arg-type]
         self.facts = facts
@@ -276,10 +280,10 @@ class StoredWeight(ShardHooks, Pair):
         return dequantized(self)
 
     def before_cast(self) -> Tensor:
-        """Return its values as far as they are known: to 12 bits while it has ``low_bits``. No gradients flow."""
-        if self.low_bits is None:
+        """Return its values as far as they are known: to 12 bits while it has ``extra_bits``. No gradients flow."""
+        if self.extra_bits is None:
             return self.pair().dequantize()
-        return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.low_bits).to(self.dtype)
+        return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.extra_bits).to(self.dtype)
 
     def operands(self, module: WeightReader, transposed: bool) -> Operands:
         """Return its codes for the module's products; on some devices also transposed, if backward needs that."""
@@ -312,16 +316,16 @@ class StoredWeight(ShardHooks, Pair):
         return view
 
     def with_tensors(
-        self, qdata: Tensor, scale_inv: Tensor, make_low_bits: Any = None, dtype: Any = None, is_shard: Any = None
+        self, qdata: Tensor, scale_inv: Tensor, make_extra_bits: Any = None, dtype: Any = None, is_shard: Any = None
     ) -> StoredWeight:
         """Return a weight of these tensors that is else like this one, but for a dtype or ``is_shard`` that is given.
 
-        ``make_low_bits``: makes its low bits of this one's, if this one has any; None: it has none.
+        ``make_extra_bits``: makes its extra bits of this one's, if this one has any; None: it has none.
         """
         is_shard = self.is_shard if is_shard is None else is_shard
         weight = StoredWeight(qdata, scale_inv, dtype or self.dtype, self.granularity, is_shard)
-        low_bits = None if make_low_bits is None or self.low_bits is None else make_low_bits(self.low_bits)
-        weight.facts = replace(self.facts, low_bits=low_bits)
+        extra_bits = None if make_extra_bits is None or self.extra_bits is None else make_extra_bits(self.extra_bits)
+        weight.facts = replace(self.facts, extra_bits=extra_bits)
         vars(weight).update({name: vars(self)[name] for name in ("part", "layer_name") if name in vars(self)})
         return weight
 
@@ -350,8 +354,8 @@ class StoredWeight(ShardHooks, Pair):
         """Whether another one has the same values, as far as they are known."""
         if self.is_meta or other.is_meta:
             return (self.device, self.shape) == (other.device, other.shape)
-        low_bits = [one.low_bits.to(self.device) for one in (self, other) if one.low_bits is not None]
-        same = torch.equal(*low_bits) if len(low_bits) == 2 else not any(bits.any() for bits in low_bits)
+        extra_bits = [one.extra_bits.to(self.device) for one in (self, other) if one.extra_bits is not None]
+        same = torch.equal(*extra_bits) if len(extra_bits) == 2 else not any(bits.any() for bits in extra_bits)
         pairs = [(one.qdata.view(torch.uint8), one.scale_inv.float()) for one in (self, other)]
         return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
 
@@ -388,15 +392,15 @@ class StoredWeight(ShardHooks, Pair):
         return self
 
     def _write_stored(self, other: StoredWeight) -> None:
-        """Copy a stored weight's codes, scales and low bits; another shape is broadcast or refused, as by any copy_."""
+        """Copy a stored weight's codes, scales and extra bits; broadcast or refuse another shape as any copy_ does."""
         self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
-        if self.low_bits is not None and other.low_bits is not None:
-            self.low_bits.copy_(other.low_bits)  # of a view of rows, as FSDP2 fills its shards
-        elif self.low_bits is not None:
-            self.low_bits.zero_()
-        elif other.low_bits is not None and not self.facts.is_frozen:
-            self.low_bits = torch.empty_like(self.qdata, dtype=torch.int8).copy_(other.low_bits)
+        if self.extra_bits is not None and other.extra_bits is not None:
+            self.extra_bits.copy_(other.extra_bits)  # of a view of rows, as FSDP2 fills its shards
+        elif self.extra_bits is not None:
+            self.extra_bits.zero_()
+        elif other.extra_bits is not None and not self.facts.is_frozen:
+            self.extra_bits = torch.empty_like(self.qdata, dtype=torch.int8).copy_(other.extra_bits)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
 
     def _write_codes(self, codes: Tensor) -> None:
@@ -410,12 +414,12 @@ class StoredWeight(ShardHooks, Pair):
         self.qdata.view(torch.uint8).copy_(codes.squeeze(-2))
         self.facts.replaced_scale = self.scale_inv.clone()
         self.scale_inv.fill_(torch.nan)
-        self.low_bits = None
+        self.extra_bits = None
         torch.autograd.graph.increment_version([self.qdata])
 
     def share_memory_(self) -> StoredWeight:
         """Move its tensors to shared memory."""
-        for tensor in filter(lambda one: one is not None, (self.qdata, self.scale_inv, self.low_bits)):
+        for tensor in filter(lambda one: one is not None, (self.qdata, self.scale_inv, self.extra_bits)):
             tensor.share_memory_()  # type: ignore[union-attr]
         return self
 
@@ -474,8 +478,8 @@ def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
         if largest != -negated_smallest:
             value = shard.before_cast()
             amax = maximum_over_shards(kernels.amax(value.contiguous(), PerTensor().tile), param)
-            keep_low_bits = shard.low_bits is not None or param.requires_grad
-            shard.write(StoredWeight.cast(value, PerTensor(), keep_low_bits, param, amax))
+            keep_extra_bits = shard.extra_bits is not None or param.requires_grad
+            shard.write(StoredWeight.cast(value, PerTensor(), keep_extra_bits, param, amax))
     shard.facts.scale_is_local = False
 
 

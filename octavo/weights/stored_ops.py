@@ -87,18 +87,18 @@ def _pad(func: Any, weight: Any, pad: list[int], value: float = 0) -> Any:
     if value != 0 or weight.granularity != PerTensor():
         return NotImplemented
     codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
-    return weight.with_tensors(codes, weight.scale_inv, lambda low_bits: F.pad(low_bits, pad))
+    return weight.with_tensors(codes, weight.scale_inv, lambda extra_bits: F.pad(extra_bits, pad))
 
 
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
-    """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``low_bits``."""
+    """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``extra_bits``."""
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
     names = ["qdata", "scale_inv"]
     if not outputs[0].facts.is_frozen:
-        names.append("low_bits")
+        names.append("extra_bits")
         for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
-            if weight.low_bits is None:  # another rank may have one
-                weight.low_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
+            if weight.extra_bits is None:  # another rank may have one
+                weight.extra_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
     for name in names:
         as_bytes = partial(lambda name, weight: getattr(weight, name).view(torch.uint8), name)  # gloo sends no E8M0
         *_, work = func(*pytree.tree_map_only(kind, as_bytes, (received, *arguments)))
@@ -117,7 +117,7 @@ def _new_zeros(func: Any, weight: Any, size: Any, **options: Any) -> Any:
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
     scale_inv = weight.scale_inv
     scales = scale_inv.clone() if weight.has_one_scale else scale_inv.new_ones(weight.scales_shape(size))
-    return weight.with_tensors(codes, scales, lambda low_bits: low_bits.new_zeros(size), is_shard=True)
+    return weight.with_tensors(codes, scales, lambda extra_bits: extra_bits.new_zeros(size), is_shard=True)
 
 
 def _new_empty(func: Any, weight: Any, size: Any, **_: Any) -> Any:
@@ -156,8 +156,8 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         bits = torch.randint(-(1 << 31), 1 << 31, values.shape, dtype=torch.int32, device=values.device)
         codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits))
         scale_inv.copy_(scale_inv_from_scale(scale))
-    if weight.low_bits is not None:  # an optimizer waits for it
-        weight.low_bits.zero_()
+    if weight.extra_bits is not None:  # an optimizer waits for it
+        weight.extra_bits.zero_()
     torch.autograd.graph.increment_version([weight.qdata])
     return weight
 

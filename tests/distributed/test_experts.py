@@ -210,7 +210,7 @@ def test_shared_parameters_stay_shared_and_what_they_were_cast_from_stays_known(
     expert_parallel(nets, mesh)
     assert second.weight is first.weight
     nets[1](nets[0](batch(0, 0))).sum().backward()
-    assert first.weight.to_local().low_bits is not None
+    assert first.weight.to_local().extra_bits is not None
 
 
 def test_what_is_refused(mesh):

@@ -22,8 +22,8 @@ import octavo
 from octavo import kernels, recipes
 from octavo.scaling.delayed import State, empty_state
 from octavo.scaling.recipe import WEIGHT
-from octavo.weights.gathered import InFP8
 from octavo.weights.stored import local_stored
+from octavo.weights.ways import InFP8
 from tests.support.helpers import FP8_RECIPES
 from tests.support.sharded_weights import whole_stored
 

@@ -109,7 +109,7 @@ def test_a_step_takes_no_cast_of_a_weight():
 def memory(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, each storage once."""
     tensors = [*model.parameters(), *model.buffers()]
-    inner = [getattr(t, name, None) for t in tensors for name in ("qdata", "scale_inv", "low_bits")]
+    inner = [getattr(t, name, None) for t in tensors for name in ("qdata", "scale_inv", "extra_bits")]
     plain = [t for t in tensors if not isinstance(t, StoredWeight)] + [t for t in inner if t is not None]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 

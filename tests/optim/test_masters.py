@@ -262,7 +262,7 @@ def begun(layer, master):
     optimizer = AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, master=master)
     layer.weight.grad = torch.ones(256, 256, dtype=torch.bfloat16)
     optimizer.step()
-    assert layer.weight.low_bits is None  # which the master has now
+    assert layer.weight.extra_bits is None  # which the master has now
     return master_values(optimizer, layer.weight)
 
 
@@ -308,7 +308,7 @@ def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(wa
         AdamW(layer.parameters())
         layer = copy.deepcopy(layer).requires_grad_(False)
     if way in ("frozen", "a frozen copy"):
-        assert layer.weight.low_bits is None
+        assert layer.weight.extra_bits is None
     else:
         values = values.float()
         assert ((begun(layer, "fp32") - values).abs() <= values.abs() * 2.0**-11 + values.abs().amax() * 2.0**-27).all()

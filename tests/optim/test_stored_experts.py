@@ -42,8 +42,8 @@ def same_bits() -> Iterator[None]:
 def together_and_apart(granularity: Any, shape: Any = SHAPE) -> tuple[nn.Parameter, list[nn.Parameter]]:
     values = torch.randn(shape) * torch.tensor([1.0, 100, 1e-3])[: shape[0]].view(-1, 1, 1)
     return (
-        nn.Parameter(StoredWeight.cast(values, granularity, keep_low_bits=True)),
-        [nn.Parameter(StoredWeight.cast(one, granularity, keep_low_bits=True)) for one in values],
+        nn.Parameter(StoredWeight.cast(values, granularity, keep_extra_bits=True)),
+        [nn.Parameter(StoredWeight.cast(one, granularity, keep_extra_bits=True)) for one in values],
     )
 
 

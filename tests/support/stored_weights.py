@@ -44,7 +44,7 @@ def of_codes(model: nn.Module) -> Any:
     model_of_codes = copy.deepcopy(model)
     for weight in model_of_codes.parameters():
         if (stored := local_stored(weight)) is not None:
-            stored.low_bits = None
+            stored.extra_bits = None
     return model_of_codes
 
 

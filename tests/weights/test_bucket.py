@@ -13,7 +13,7 @@ def parameters():
     values = [torch.randn(shape) for shape in ((130, 40), (7,), (3, 20, 16), (256, 256))]
     granularities = [PerTensor(), None, PerTensor(), PerBlock(128, 128)]
     return [
-        nn.Parameter(one if how is None else StoredWeight.cast(one, how, keep_low_bits=True))
+        nn.Parameter(one if how is None else StoredWeight.cast(one, how, keep_extra_bits=True))
         for one, how in zip(values, granularities, strict=True)
     ]
 

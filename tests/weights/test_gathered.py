@@ -15,14 +15,13 @@ from octavo import E4M3, Cast, PerBlock, PerRow, recipes
 from octavo.autograd.rows import Rows
 from octavo.distributed import expert_parallel
 from octavo.private import fsdp_params
-from octavo.tensor import pair as pair_module
-from octavo.weights import gathered as gather
 from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, forget_failed_pass, gather_alone
-from octavo.weights.shard_cast import ShardCast, ShardCodes
+from octavo.weights.gathered import GatherGroup
 from octavo.weights.stored import local_stored
+from octavo.weights.ways import InFP8, MakeWeight
 from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
 from tests.support.expert_models import built as built_experts
-from tests.support.helpers import padded_as_on_gpu, to_fp8
+from tests.support.helpers import to_fp8
 from tests.support.streams import Stream, notes_of_streams, tensor_on_gpu
 
 
@@ -82,19 +81,19 @@ def test_a_weight_that_stays_gathered_after_an_evaluation_begins_a_training_with
     linear = layer(recipes.delayed(), mesh)
     linear.fp8.state.scale.fill_(3.0)
     linear.eval()(torch.randn(4, 96))
-    assert not linear.fp8.gather.for_training and linear.fp8.gather.delayed_scale is None
+    assert not linear.fp8.gather.for_training and linear.fp8.gather.way(linear).delayed_scale is None
     linear.train()(torch.randn(4, 96))
-    assert linear.fp8.gather.for_training and linear.fp8.gather.delayed_scale.tolist() == [3.0] * 3
+    assert linear.fp8.gather.for_training and linear.fp8.gather.way(linear).delayed_scale.tolist() == [3.0] * 3
 
 
 def test_on_a_gpu_a_gather_waits_for_the_casts_and_what_is_read_outlives_the_readers_stream(monkeypatch):
     notes = notes_of_streams(monkeypatch)
-    group = gather.GatherGroup()
+    group = GatherGroup()
     group.wait_for_casts()
     assert notes == []
     group._last_casts = Stream("the last casts", notes)
     group.wait_for_casts()
-    hook = gather.MakeWeight((1, 1), "", lambda received: notes.append("read"), [tensor_on_gpu("scales", notes)])
+    hook = MakeWeight((1, 1), "", lambda received: notes.append("read"), [tensor_on_gpu("scales", notes)])
     with pytest.raises(AttributeError):  # nothing was read
         hook((), torch.float32, None)
     assert notes == ["the current stream waits for the last casts", "scales outlives the current stream", "read"]
@@ -154,28 +153,28 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
 
 
 def test_codes_are_fresh_for_one_gather_of_a_forward(mesh, monkeypatch):
-    """The table of InFP8: casts and gathers of two micro-batches, with the weights that are fresh after each."""
+    """The table of GatherGroup: casts and gathers of two micro-batches, with the weights that are fresh after each."""
     model = to_fp8(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), recipes.dynamic())
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
-    names, notes = dict(zip(model, "AB", strict=True)), []
+    names, notes, group = dict(zip(model, "AB", strict=True)), [], model[0].fp8.gather.group
 
     def fresh():
         ways = [(layer, name, layer.fp8.gather.way(layer)) for layer, name in names.items()]
-        return [name for layer, name, way in ways if way.fresh_key == way.key_now(layer)]
+        return [name for layer, name, way in ways if way.fresh_key == way.key_now(layer, group.backwards)]
 
     def noting(kind, method):
         original = getattr(kind, method)
 
         def noted(self, module_or_mesh, what):
             result = original(self, module_or_mesh, what)
-            notes.append((names[module_or_mesh] if kind is gather.InFP8 else "cast", *fresh()))
+            notes.append((names[module_or_mesh] if kind is InFP8 else "cast", *fresh()))
             return result
 
         monkeypatch.setattr(kind, method, noted)
 
-    noting(gather.InFP8, "send")
-    noting(gather.GatherGroup, "cast_shards")
+    noting(InFP8, "send")
+    noting(GatherGroup, "_cast_all")
     x = torch.randn(16, 512)
     for micro_batch in range(2):
         model(x).sum().backward()
@@ -209,29 +208,6 @@ def test_products_read_a_ranks_stored_experts_themselves(kind, mesh):
         operands = part.layer_of(torch.randn(8, tensors[0].shape[-1]), tensors, True, Rows(ends)).weight
         assert all(pair[0].data_ptr() == stored.qdata.data_ptr() for pair in (operands.as_is, operands.transposed))
         assert operands.as_is[0].shape == tensors[0].shape
-
-
-def gathered(codes):
-    """Return the two layouts of codes from all ranks, and those in storage of their own."""
-    codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
-    shard_cast, known = ShardCast(module.recipe.weight_casts, codes.shape, 2, 0), ShardCodes((), (torch.ones(1, 1),))
-    hook = gather.MakeWeight(codes.shape, "", lambda received: shard_cast.read(received, known, module.recipe.may_pad))
-    weight, inner = hook((codes,), torch.float32, None)
-    return weight.qdata, weight.transposed_qdata, inner
-
-
-def test_layouts_of_a_gpu(monkeypatch):
-    """Return codes transposed and padded to 16, in storage of their own where they differ from the gathered ones."""
-    monkeypatch.setattr(pair_module, "needs_transposed_codes", lambda device: True)
-    monkeypatch.setattr(pair_module, "contraction_multiple", padded_as_on_gpu)
-    q = torch.randn(20, 24).to(torch.float8_e4m3fn)
-    laid, transposed, inner = gathered(q)
-    assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2
-    assert torch.equal(laid[:, :24].float(), q.float()) and laid[:, 24:].float().abs().sum() == 0
-    assert torch.equal(transposed[:, :20].float(), q.t().float()) and transposed[:, 20:].float().abs().sum() == 0
-    whole = torch.randn(32, 48).to(torch.float8_e4m3fn)
-    laid, transposed, inner = gathered(whole)
-    assert laid.data_ptr() == whole.data_ptr() and inner[0] is transposed and len(inner) == 1
 
 
 def refused(mesh):

@@ -117,11 +117,11 @@ def test_copies_of_modules_share_what_the_modules_share():
 
 
 def test_shared_memory():
-    weight = StoredWeight.cast(torch.randn(N, K), keep_low_bits=True)
+    weight = StoredWeight.cast(torch.randn(N, K), keep_extra_bits=True)
     before = weight.clone()
     assert not weight.is_shared() and weight.share_memory_() is weight and weight.is_shared() and same(weight, before)
-    assert all(tensor.is_shared() for tensor in (weight.qdata, weight.scale_inv, weight.low_bits))
-    weight.low_bits = None
+    assert all(tensor.is_shared() for tensor in (weight.qdata, weight.scale_inv, weight.extra_bits))
+    weight.extra_bits = None
     assert same(weight.share_memory_(), before)
 
 
@@ -419,7 +419,7 @@ def test_its_own_attributes_are_all_that_are_annotated_or_set():
     annotated = {name for kind in StoredWeight.__mro__ for name in getattr(kind, "__annotations__", ())}
     classwide = {"RULES", "REMEDY"} | set(getattr(torch.Tensor, "__annotations__", ()))
     assert annotated - classwide <= StoredWeight.OWN_ATTRIBUTES
-    weight = nn.Parameter(StoredWeight.cast(torch.randn(64, 64), keep_low_bits=True))
+    weight = nn.Parameter(StoredWeight.cast(torch.randn(64, 64), keep_extra_bits=True))
     assert vars(weight).keys() <= StoredWeight.OWN_ATTRIBUTES
 
 
@@ -507,15 +507,15 @@ def test_a_file_whose_codes_and_scales_do_not_fit_is_refused(made, says):
         saved_and_loaded(made(stored(PerBlock(128, 128))))
 
 
-def test_low_bits_of_a_file_fit_its_codes():
-    weight = StoredWeight.cast(torch.randn(N, K), keep_low_bits=True)
-    weight.low_bits = weight.low_bits[:1]
-    with pytest.raises(ValueError, match=r"has low bits torch.int8 \(1, 300\)"):
+def test_extra_bits_of_a_file_fit_its_codes():
+    weight = StoredWeight.cast(torch.randn(N, K), keep_extra_bits=True)
+    weight.extra_bits = weight.extra_bits[:1]
+    with pytest.raises(ValueError, match=r"has extra bits torch.int8 \(1, 300\)"):
         saved_and_loaded(weight)
 
 
-def test_low_bits_of_a_row_that_is_written_to_all_rows():
-    weight, row = stored(), StoredWeight.cast(torch.randn(1, K).bfloat16(), keep_low_bits=True)
+def test_extra_bits_of_a_row_that_is_written_to_all_rows():
+    weight, row = stored(), StoredWeight.cast(torch.randn(1, K).bfloat16(), keep_extra_bits=True)
     weight.copy_(row)
     weight.validate()
     assert torch.equal(weight.before_cast(), row.before_cast().expand(N, K))

@@ -129,7 +129,7 @@ def test_what_an_optimizer_would_have_begun_with_is_the_merged_weight():
     weight.facts.awaited = True
     weight.requires_grad_(True).data.copy_(torch.randn(384, 256))
     weight.requires_grad_(False).data += adapter(weight, 0.1)
-    assert weight.low_bits is not None and torch.equal(weight.before_cast(), weight.dequantize())
+    assert weight.extra_bits is not None and torch.equal(weight.before_cast(), weight.dequantize())
 
 
 def test_it_says_that_it_rounds():
