@@ -41,8 +41,7 @@ def test_in_one_process(cell):
 
 @pytest.mark.parametrize("cell", params(on_ranks=True))
 def test_on_ranks(pool, cell):
-    faults = pool.run(cells.fault, SITUATIONS[cell[1]].ranks, *cell, seconds=60)
-    assert faults == [""] * len(faults)
+    assert {*pool.run(cells.fault, SITUATIONS[cell[1]].ranks, *cell, seconds=60)} == {""}
 
 
 def test_names_are_of_the_table():

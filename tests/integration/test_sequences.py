@@ -557,12 +557,12 @@ def examples(count, steps):
     return settings(**limits, derandomize=count < 1000, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [24, pytest.param(2000, marks=pytest.mark.full)])
 def test_a_layer_on_one_device(count):
     run_state_machine_as_test(Layers, settings=examples(count, 30))
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [6, pytest.param(500, marks=pytest.mark.full)])
 def test_experts_on_one_device(count):
     run_state_machine_as_test(Experts, settings=examples(count, 30))
 

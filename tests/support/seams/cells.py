@@ -13,7 +13,7 @@ import tests.support.seams.alone
 import tests.support.seams.on_ranks  # noqa: F401
 from tests.support.helpers import sqnr
 from tests.support.seams.alone import COMPILED
-from tests.support.seams.features import FEATURES, LLAMA, Feature
+from tests.support.seams.features import FEATURES, LLAMA, OF_RECIPES, Feature
 from tests.support.seams.situations import SITUATIONS, Documented, Refused, Situation, Sound, Verdict
 from tests.support.seams.training_run import Role, TrainingRun
 from tests.support.seams.twins import computing_apart
@@ -31,9 +31,7 @@ def all_cells() -> list[Cell]:
 def verdict_of(cell: Cell) -> Verdict:
     """The verdict of a cell of the table."""
     feature, situation = FEATURES[cell[0]], SITUATIONS[cell[1]]
-    if feature.name in situation.exceptions:
-        return situation.exceptions[feature.name]
-    return (feature.alone if not situation.ranks else None) or situation.verdict
+    return situation.exceptions.get(feature.name) or (not situation.ranks and feature.alone) or situation.verdict
 
 
 def run(feature: Feature, situation: Situation, role: Role, mesh: Any) -> dict[str, Tensor]:
@@ -41,11 +39,9 @@ def run(feature: Feature, situation: Situation, role: Role, mesh: Any) -> dict[s
     sharded = situation.group.startswith("Parts of") or any(name in situation.name for name in ("FSDP", "ZeRO"))
     with computing_apart(sharded or feature.name == "KeptWeights"):
         training = TrainingRun(feature, role, mesh)
-        try:
+        with training.closing:
             situation.program(training)
             return training.finish()
-        finally:
-            training.closing.close()
 
 
 def fault(mesh: Any, feature_name: str, situation_name: str) -> str:
@@ -107,7 +103,8 @@ def noise(trace: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -
 def sample() -> set[Cell]:
     """Return each situation once, each feature twice or more, delayed scaling wherever one process runs eager code.
 
-    And where ranks' delayed states become one, and in a pipeline. What costs seconds is left to the full set where the
+    And where ranks' delayed states become one, and in a pipeline; another recipe, which differs in its casts alone, is
+    there too only if it would else be there once. What costs seconds is left to the full set where the
     sample has it in parts: decoder layers on ranks, whose parts are those of ``KNOWN``; histories on four ranks; the
     graph of each phase of a schedule, which tests/compile/test_around.py compiles.
     """
@@ -134,4 +131,9 @@ def sample() -> set[Cell]:
             take([cell])
     delayed = [situation for situation, one in SITUATIONS.items() if not one.ranks and one.group != COMPILED]
     delayed += ["FSDP2, a checkpoint of two ranks on one", "pipeline, zero-bubble V"]
-    return chosen | {cell for situation in delayed if usable(cell := ("delayed", situation))}
+    alike = {cell for situation in delayed if usable(cell := ("delayed", situation))}
+    for cell in sorted(chosen):
+        if cell[0] in OF_RECIPES and ("delayed", cell[1]) in alike and counts[cell[0]] > 2:
+            chosen.remove(cell)
+            counts[cell[0]] -= 1
+    return chosen | alike
