@@ -36,7 +36,7 @@ def find_state(run: Training, moments_written: Rule, state_is_new: Rule) -> Dete
     if (name := f"betas 1{GROUP}0") in run.record.scalars:
         moments = run.weights["second_moment"]
         then, now = moments[:-1], moments[1:]
-        decay = np.array(run.scalar(name).values)[1:, None] ** run.gaps[1:]
+        decay = run.record.last(name)[1:, None] ** run.gaps[1:]
         largest = NO_MEAN * moments_written.limit * np.fmax(then, run.weights["gradient"][1:] ** 2)
         is_off = (now * moments_written.limit < decay * then) | ((run.gaps[1:] == 1) & (now > largest))
         for at in np.flatnonzero(is_off.mean(axis=1) > 0.5)[:1]:

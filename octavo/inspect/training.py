@@ -144,10 +144,11 @@ class Training:
     def scalar(self, name: str) -> Series:
         """Return a number's steps and values, none of either where it was not recorded.
 
-        Of an option, which is written where it changes, return those of all recorded steps.
+        Of an option, which is written where it changes, return those of all recorded steps since its group was added.
         """
         if GROUP in name and name in self.record.scalars:
-            return Series(self.steps, self.record.last(name).tolist())
+            begins = int(self.record.is_written(name).argmax())
+            return Series(self.steps[begins:], self.record.last(name)[begins:].tolist())
         return Series(*self.record.scalars.get(name, ([], [])))
 
     @property

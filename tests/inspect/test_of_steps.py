@@ -8,6 +8,7 @@ from octavo.inspect import Record, diagnose
 
 np = pytest.importorskip("numpy")
 
+from octavo.inspect.weight_updates import GROUP  # noqa: E402
 from tests.inspect.test_findings import healthy  # noqa: E402
 from tests.inspect.test_training import (  # noqa: E402
     AT,
@@ -54,6 +55,15 @@ FAULTS: dict[str, Fault] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_fault_is_said_first(name: str) -> None:
     assert_first(name, *FAULTS[name])
+
+
+@pytest.mark.parametrize(("rate", "kind"), [(1e-3, ""), (1e-2, "learning rate")])
+def test_a_group_that_is_added_has_the_options_of_its_own_steps(rate: float, kind: str) -> None:
+    record = healthy(4, RECORDS)
+    steps = record.steps[AT:]
+    record.scalars[f"lr{GROUP}1"] = steps, [1e-3] * 2 + [rate] * (len(steps) - 2)
+    record.scalars[f"weight_decay{GROUP}1"] = steps[:1], [0.1]
+    assert [finding.kind for finding in diagnose(record)][:1] == [kind] * bool(kind)
 
 
 def test_a_loss_may_be_0_or_below() -> None:
