@@ -169,7 +169,8 @@ def _convert_modules(recipe: Recipe | RecipeMap, targets: Sequence[Convertible])
             owner.add_parts()
         assert isinstance(owner, WeightOwner)
         for module in readers_of(owner):
-            module_name = f"{name}.{module.part_name}".strip(".")
+            # a second convert takes each part by its own name
+            module_name = name if module is owner else f"{name}.{module.part_name}".strip(".")
             module.recipe = recipe.of(*module.names(module_name))
             module.fp8.gather.join(group, module, module_name)
             group.settings |= settings_of(module, module_name)

@@ -24,6 +24,7 @@ from octavo.autograd.products import Layer
 from octavo.kernels.reference.activation import activate
 from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
+from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import WEIGHT
 from octavo.weights.stored import StoredWeight
 from tests.support import expert_models
@@ -314,6 +315,16 @@ def test_recipes_by_the_names_of_the_module_its_parts_and_parameters() -> None:
     assert chosen(experts=recipes.mx(), experts__gate_up_proj=None) == ["high_precision", "mx"]
     with pytest.warns(UserWarning, match=r"match no module: \['experts.up_proj'\]"):
         chosen(experts__up_proj=None)
+
+
+def test_a_second_convert_finds_recipes_by_the_same_names() -> None:
+    model = nn.ModuleDict({"experts": built("mixtral")})
+    for _ in range(2):
+        recipe = octavo.RecipeMap(recipes.dynamic(), {"experts": recipes.blockwise()})
+        octavo.convert(model, recipe, lambda *_: True)
+        parts = [module for module in model.modules() if isinstance(module, RecipeModule)]
+        assert parts and {part.recipe.name for part in parts} == {"blockwise"}
+        assert sorted(part.fp8.gather.name for part in parts) == ["experts.down", "experts.gate_up"]
 
 
 def test_what_convert_takes_by_default_and_what_summary_says() -> None:
