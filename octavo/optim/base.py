@@ -158,6 +158,7 @@ class CompactOptimizer(Optimizer):
         self._gradients = None if self.gradient_storage is None else GradientStorage()
         self.in_backward: Any = None  # the handle of update_in_backward
         self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
+        self.skip_flag: Tensor | None = None  # not 0 where the last step did nothing; for callers to read
         self.resolution: Resolution | None = None
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
@@ -328,6 +329,7 @@ class CompactOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.in_backward is not None:
+            self.skip_flag = None
             self.begin_step()
             self.in_backward.finish()
             self.end_step()
@@ -341,7 +343,7 @@ class CompactOptimizer(Optimizer):
             skip = ~torch.isfinite(states.largest_gradient(gradients))
         if self.skip is not None:
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
-        self.skip_flag: Tensor | None = skip  # not 0 where this step does nothing; for callers to read
+        self.skip_flag = skip
         self.begin_step()
         self._run(params, skip, scale)
         if scale is not None:

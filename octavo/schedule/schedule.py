@@ -248,8 +248,7 @@ class PrecisionSchedule:
         self.targets = phase_targets(model, optimizer, self.phases)  # of each phase
         self._recovery_targets: list[Target] = []  # the recovery's Target after each phase
         if recovery is not None:
-            if getattr(optimizer, "in_backward", None) is not None:
-                raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
+            self._refuse_updates_in_backward()
             self._watch = LossWatch(recovery)
             weak = weakref.WeakMethod(self._before_step)
             hook = optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
@@ -258,6 +257,10 @@ class PrecisionSchedule:
                 self._recovery_targets += phase_targets(model, optimizer, [recovery.phase], target)
         self._refuse_ddp()
         self._enter(self.targets[0], 0, "the first phase")
+
+    def _refuse_updates_in_backward(self) -> None:
+        if getattr(self.optimizer, "in_backward", None) is not None:
+            raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
 
     def _refuse_ddp(self) -> None:
         """Raise RuntimeError if a later phase changes the storage of weights that DistributedDataParallel has."""
@@ -287,6 +290,7 @@ class PrecisionSchedule:
         """
         if self._watch is None:
             raise RuntimeError("the schedule has no recovery: PrecisionSchedule(..., recovery=Recovery(...))")
+        self._refuse_updates_in_backward()  # which may have begun since __init__
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         if not (gradients := [param.grad for param in params if param.grad is not None]):
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")

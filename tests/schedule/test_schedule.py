@@ -298,6 +298,8 @@ def test_what_is_out_of_order():
     octavo.optim.update_in_backward(optimizer)
     with pytest.raises(ValueError, match="update_in_backward"):
         PrecisionSchedule(model, optimizer, [Phase(LOW)], Recovery(Phase(HIGH)))
+    with pytest.raises(ValueError, match="update_in_backward"):
+        schedule.observe(torch.tensor(1.0))
     with pytest.raises(ValueError, match="recovery and the schedule has none"):
         plain.load_state_dict(schedule.state_dict() | {"phases": plain.state_dict()["phases"]})
     with pytest.raises(ValueError, match="is of the phases"):
