@@ -1,5 +1,5 @@
-// Numbers of 32 and 16 bits by their bits: what the CPU's C++ shares. Nothing here reads or makes a subnormal number by
-// arithmetic, so a CPU that is set to flush these changes nothing.
+// Numbers of 32 and 16 bits by their bits: what the CPU's C++ shares. No format's number is read by arithmetic of subnormal
+// numbers, so a CPU that is set to flush these reads the same; scales of such amaxes are then as torch's, of 0.
 #include <dlfcn.h>
 
 #include <algorithm>

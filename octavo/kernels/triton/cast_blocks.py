@@ -33,16 +33,16 @@ from octavo.kernels.triton.tiles import (
 
 
 @triton.jit
-def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
+def encode_blocks(tile, rounding: tl.constexpr, tiling: tl.constexpr):
     """Encode a float32 tile whose blocks each have a scale: (codes, the blocks' amax, the blocks' scale)."""
-    ROWS: tl.constexpr = scaling.block[0]
-    COLS: tl.constexpr = scaling.block[1]
+    ROWS: tl.constexpr = rounding.block[0]
+    COLS: tl.constexpr = rounding.block[1]
     TR: tl.constexpr = tiling.tile_r
     TC: tl.constexpr = tiling.tile_c
     amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [TR // ROWS, ROWS, TC // COLS, COLS]), 3), 1)
-    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
+    scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
     wide = tl.broadcast_to(scale[:, None, :, None], [TR // ROWS, ROWS, TC // COLS, COLS])
-    return encode(tile, tl.reshape(wide, [TR, TC]), scaling.e5m2), amax, scale
+    return encode(tile, tl.reshape(wide, [TR, TC]), rounding.e5m2), amax, scale
 
 
 @triton.jit
@@ -53,10 +53,10 @@ def swizzled_place(row, col, cols):
 
 @triton.jit
 def store_scales(
-    amax, scale, HALF: tl.constexpr, block_row, strip, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr
+    amax, scale, HALF: tl.constexpr, block_row, strip, place, x, out, rounding: tl.constexpr, tiling: tl.constexpr
 ):
     """Write scale_inv and amax of one half's blocks [height, width]; block_row: that of the first, in its group."""
-    blocks_c = tl.cdiv(x.C, scaling.block[1])
+    blocks_c = tl.cdiv(x.C, rounding.block[1])
     first_col = HALF * blocks_c + strip * amax.shape[1]
     cols_end = (HALF + 1) * blocks_c
     first_row = block_row
@@ -64,28 +64,28 @@ def store_scales(
         rows_end = place.scale_row + place.scale_rows
         first_row += place.scale_row
     else:
-        rows_end = tl.cdiv(x.R, scaling.block[0])
+        rows_end = tl.cdiv(x.R, rounding.block[0])
     row = first_row + tl.arange(0, amax.shape[0])
     col = first_col + tl.arange(0, amax.shape[1])
     mask = (row < rows_end)[:, None] & (col < cols_end)[None, :]
     offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c
     places = offsets
-    if scaling.swizzles:
-        if scaling.block[0] == 1:
+    if rounding.swizzles:
+        if rounding.block[0] == 1:
             width = 2 * blocks_c if tiling.halves else blocks_c
             places = swizzled_place(row[:, None], col[None, :], width)
         else:
             places = swizzled_place(col[None, :], row[:, None], rows_end)
-    store_scale_inv(out.scale_inv + places, scale_inv_from_scale(scale, scaling.power_of_two), mask)
+    store_scale_inv(out.scale_inv + places, scale_inv_from_scale(scale, rounding.power_of_two), mask)
     if out.amax is not None:
         tl.store(out.amax + offsets, amax, mask=mask)
 
 
 @triton.jit
 def store_blocks(
-    tile, HALF: tl.constexpr, tile_row, strip, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall=None
+    tile, HALF: tl.constexpr, tile_row, strip, place, x, out, rounding: tl.constexpr, tiling: tl.constexpr, tall=None
 ):
-    """Write a float32 tile in one scaling to the Outputs out: codes, scale_inv, amax.
+    """Write a float32 tile by one scaling to the Outputs out: codes, scale_inv, amax.
 
     HALF: which of two halves the tile belongs to; x has R and C, a half's. tile_row: how many tiles lie above it, in
     its group; strip: how many to its left. place: read of rows in groups alone. tall: None where blocks divide the
@@ -94,38 +94,38 @@ def store_blocks(
     local = tile_row * tiling.tile_r + tl.arange(0, tiling.tile_r)
     cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
     if tall is None:
-        codes, amax, scale = encode_blocks(tile, scaling, tiling)
-        block_row = tile_row * (tiling.tile_r // scaling.block[0])
-        store_scales(amax, scale, HALF, block_row, strip, place, x, out, scaling, tiling)
+        codes, amax, scale = encode_blocks(tile, rounding, tiling)
+        block_row = tile_row * (tiling.tile_r // rounding.block[0])
+        store_scales(amax, scale, HALF, block_row, strip, place, x, out, rounding, tiling)
     else:
-        codes = encode(tile, tall[HALF], scaling.e5m2)
+        codes = encode(tile, tall[HALF], rounding.e5m2)
     HALF_OF_TWO: tl.constexpr = HALF if tiling.halves else None
     rows, columns, end = places_of_codes(x, out.codes, place, local, tiling)
     store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF_OF_TWO, columns, end)
 
 
 @triton.jit
-def tall_scales_of(amaxes, HALF: tl.constexpr, strip, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
+def tall_scales_of(amaxes, HALF: tl.constexpr, strip, place, x, out, rounding: tl.constexpr, tiling: tl.constexpr):
     """Write the amax and scale_inv of one half's tall blocks; return their columns' scales [1, TC]."""
-    BLOCKS: tl.constexpr = tiling.tile_c // scaling.block[1]
-    amax = tl.max(tl.reshape(amaxes, [1, BLOCKS, scaling.block[1]]), 2)
-    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
-    wide = tl.broadcast_to(scale[:, :, None], [1, BLOCKS, scaling.block[1]])
+    BLOCKS: tl.constexpr = tiling.tile_c // rounding.block[1]
+    amax = tl.max(tl.reshape(amaxes, [1, BLOCKS, rounding.block[1]]), 2)
+    scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
+    wide = tl.broadcast_to(scale[:, :, None], [1, BLOCKS, rounding.block[1]])
     scales = tl.reshape(wide, [1, tiling.tile_c])
-    store_scales(amax, scale, HALF, place.part, strip, place, x, out, scaling, tiling)
+    store_scales(amax, scale, HALF, place.part, strip, place, x, out, rounding, tiling)
     return scales
 
 
 @triton.jit
-def tall_scales(amaxes, amaxes_of_half, strip, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
+def tall_scales(amaxes, amaxes_of_half, strip, place, x, out, rounding: tl.constexpr, tiling: tl.constexpr):
     """Write the amax and scale_inv of tall blocks, from ``column_amaxes``.
 
     Return the columns' scales [1, TC], and those of the other half.
     """
-    scales = tall_scales_of(amaxes, 0, strip, place, x, out, scaling, tiling)
+    scales = tall_scales_of(amaxes, 0, strip, place, x, out, rounding, tiling)
     scales_of_half = scales
     if tiling.halves:
-        scales_of_half = tall_scales_of(amaxes_of_half, 1, strip, place, x, out, scaling, tiling)
+        scales_of_half = tall_scales_of(amaxes_of_half, 1, strip, place, x, out, rounding, tiling)
     return scales, scales_of_half
 
 
@@ -144,11 +144,11 @@ def column_amaxes(x, extra, place, cols, function: tl.constexpr, grouping: tl.co
 
 
 @triton.jit
-def store_halves(tile, other_half, tile_row, strip, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall):
+def store_halves(tile, other_half, tile_row, strip, place, x, out, rounding: tl.constexpr, tiling: tl.constexpr, tall):
     """Write what ``produce`` returned as store_blocks does."""
-    store_blocks(tile, 0, tile_row, strip, place, x, out, scaling, tiling, tall)
+    store_blocks(tile, 0, tile_row, strip, place, x, out, rounding, tiling, tall)
     if tiling.halves:
-        store_blocks(other_half, 1, tile_row, strip, place, x, out, scaling, tiling, tall)
+        store_blocks(other_half, 1, tile_row, strip, place, x, out, rounding, tiling, tall)
 
 
 @triton.jit
@@ -162,8 +162,8 @@ def cast_blocks_kernel(
     work_ptr,
     function: tl.constexpr,  # Function
     grouping: tl.constexpr,  # Grouping, or None
-    scaling: tl.constexpr,  # Rounding of the first
-    second_scaling: tl.constexpr,  # None for one scaling
+    rounding: tl.constexpr,  # Rounding of the first
+    second_rounding: tl.constexpr,  # None for one scaling
     tiling: tl.constexpr,  # Tiling
 ):
     """Cast with a scale for each block whose sizes divide the program's part; with two such scalings from one read.
@@ -180,10 +180,10 @@ def cast_blocks_kernel(
     tall, second_tall = None, None  # what tall_scales returns, of blocks that are higher than a tile
     if tiling.tiles > 1:
         amaxes, amaxes_of_half = column_amaxes(x, extra, place, cols, function, grouping, tiling)
-        if scaling.block[0] > tiling.tile_r:
-            tall = tall_scales(amaxes, amaxes_of_half, strip, place, x, out, scaling, tiling)
-        if second_scaling is not None and second_scaling.block[0] > tiling.tile_r:
-            second_tall = tall_scales(amaxes, amaxes_of_half, strip, place, x, second_out, second_scaling, tiling)
+        if rounding.block[0] > tiling.tile_r:
+            tall = tall_scales(amaxes, amaxes_of_half, strip, place, x, out, rounding, tiling)
+        if second_rounding is not None and second_rounding.block[0] > tiling.tile_r:
+            second_tall = tall_scales(amaxes, amaxes_of_half, strip, place, x, second_out, second_rounding, tiling)
     total = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     total_of_half = tl.full([tiling.tile_r, tiling.tile_c], 0.0, tl.float32)
     for i in range(tiling.tiles):  # upwards: the tile that was read last is in the nearest cache
@@ -194,11 +194,11 @@ def cast_blocks_kernel(
             total += tile if function.name == "" else rounded(tile)
             if tiling.halves:
                 total_of_half += rounded(half)
-        store_halves(tile, half, tile_row, strip, place, x, out, scaling, tiling, tall)
-        if second_scaling is not None:
+        store_halves(tile, half, tile_row, strip, place, x, out, rounding, tiling, tall)
+        if second_rounding is not None:
             if function.name == "" and tiling.tiles == 1 and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
                 tile = kept_narrow(tile, x.ptr.dtype.element_ty)
-            store_halves(tile, half, tile_row, strip, place, x, second_out, second_scaling, tiling, second_tall)
+            store_halves(tile, half, tile_row, strip, place, x, second_out, second_rounding, tiling, second_tall)
     if sums is not None:
         total = tl.sum(total, 0)
         total_of_half = tl.sum(total_of_half, 0)

@@ -19,7 +19,7 @@ from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, bloc
 from octavo.kernels.triton.prologue import Function, HeadGradients, Input, NormFactors
 from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
 
-_WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
+_UNBLOCKED = {(ALL, ALL), (1, ALL), (ALL, 1)}
 
 
 def rounding_of(scaling: Scaling) -> Rounding:
@@ -114,7 +114,7 @@ class CastInput(NamedTuple):
             if function.block_c != WHOLE and self.cols % function.block_c:  # a block would hold gate and up
                 return False
         for block in blocks:
-            if block not in _WHOLE:
+            if block not in _UNBLOCKED:
                 if self.rows * self.cols == 0 or not is_small_block(block):
                     return False
                 if self.halves == 2 and self.cols % block[1]:  # a block would reach into the other half

@@ -78,8 +78,8 @@ def pieces_of(sizes, ROWS: tl.constexpr):
 @triton.jit
 def scales_before(group, sizes, groups_before, ROWS: tl.constexpr):
     """Return how many scales the groups before this one have, each for so many rows or columns of a group."""
-    ALL: tl.constexpr = 1 << 30  # launch.WHOLE
-    return group if ROWS == ALL else tl.sum(tl.where(groups_before, pieces_of(sizes, ROWS), 0), 0)
+    WHOLE: tl.constexpr = 1 << 30  # launch.py's
+    return group if ROWS == WHOLE else tl.sum(tl.where(groups_before, pieces_of(sizes, ROWS), 0), 0)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
 
     Without a grouping all rows are one group.
     """
-    ALL: tl.constexpr = 1 << 30  # launch.WHOLE
+    WHOLE: tl.constexpr = 1 << 30  # launch.py's
     if grouping is None:
         place = GroupOfProgram(part=index, first=index * HEIGHT, size=R, height=R)
     elif grouping.ragged:
@@ -109,7 +109,7 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         columns = tl.where(is_none, groups.columns - column, (size + (PAD - 1)) // PAD * PAD)
         scale_row = tl.minimum(group, groups.count)
         scale_rows = tl.where(is_none, 0, 1)
-        if ROWS != ALL:
+        if ROWS != WHOLE:
             scale_row = tl.sum(tl.where(groups_before, pieces_of(sizes, ROWS), 0), 0)
             scale_rows = tl.where(is_none, groups.scale_rows - scale_row, (size + (ROWS - 1)) // ROWS)
         place = GroupOfProgram(

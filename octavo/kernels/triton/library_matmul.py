@@ -95,6 +95,8 @@ def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], referen
     """Whether torch computes a product without a refusal, and in every row and column near the reference's."""
     try:
         result = product(*arguments).to("cpu", torch.float32)
+    except torch.OutOfMemoryError:  # which says nothing of the product
+        raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         _logger.info("torch's product: %s", str(error).partition("\n")[0])
         return False

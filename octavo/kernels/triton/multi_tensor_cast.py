@@ -151,7 +151,7 @@ def multi_tensor_cast_blocks_kernel(
     X_TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,  # float32, or uint8 for E8M0
     TRANSPOSED: tl.constexpr,
-    scaling: tl.constexpr,  # Rounding
+    rounding: tl.constexpr,  # Rounding
     ALIGNED: tl.constexpr,
     TENSORS: tl.constexpr,  # their number
     tiling: tl.constexpr,  # Tiling
@@ -167,13 +167,13 @@ def multi_tensor_cast_blocks_kernel(
     strip = program % strips
     rows = tile_row * tiling.tile_r + tl.arange(0, tiling.tile_r)
     cols = strip * tiling.tile_c + tl.arange(0, tiling.tile_c)
-    q = code_pointer(row_ptr, Q, scaling.e5m2, ALIGNED)
-    t = code_pointer(row_ptr, T, scaling.e5m2, ALIGNED) if TRANSPOSED else None
+    q = code_pointer(row_ptr, Q, rounding.e5m2, ALIGNED)
+    t = code_pointer(row_ptr, T, rounding.e5m2, ALIGNED) if TRANSPOSED else None
     codes = Codes(q, size(row_ptr, Q_STRIDE, ALIGNED), t, size(row_ptr, T_STRIDE, ALIGNED) if TRANSPOSED else 0)
     scale_inv = pointer(row_ptr, SCALE_INV, SCALE_TYPE, False)
     amax = pointer(row_ptr, AMAX, tl.float32, False)
-    out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)
-    store_blocks(load_tile(x, rows, cols, False), 0, tile_row, strip, None, x, out, scaling, tiling)
+    out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, rounding.block[1]), 1)
+    store_blocks(load_tile(x, rows, cols, False), 0, tile_row, strip, None, x, out, rounding, tiling)
 
 
 class _LaunchTable(NamedTuple):

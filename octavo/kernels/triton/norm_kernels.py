@@ -251,8 +251,8 @@ def norm_blocks_kernel(
     first_out,  # Outputs of the first scaling
     second_out,  # outputs of the second scaling, or None
     ZERO_CENTERED: tl.constexpr,
-    scaling: tl.constexpr,  # Rounding of the first
-    second_scaling: tl.constexpr,  # None for one scaling
+    rounding: tl.constexpr,  # Rounding of the first
+    second_rounding: tl.constexpr,  # None for one scaling
     tiling: tl.constexpr,  # Tiling
 ):
     """Write statistics and y, and cast y with a scale for each block whose sizes divide a tile, or twice so."""
@@ -263,9 +263,9 @@ def norm_blocks_kernel(
     for back in range(0, last + 1, tiling.tile_c):
         tile, _ = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
         strip = (last - back) // tiling.tile_c
-        store_blocks(tile, 0, tile_row, strip, None, x, first_out, scaling, tiling)
-        if second_scaling is not None:
-            store_blocks(tile, 0, tile_row, strip, None, x, second_out, second_scaling, tiling)
+        store_blocks(tile, 0, tile_row, strip, None, x, first_out, rounding, tiling)
+        if second_rounding is not None:
+            store_blocks(tile, 0, tile_row, strip, None, x, second_out, second_rounding, tiling)
 
 
 @triton.jit

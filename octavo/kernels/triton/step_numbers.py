@@ -192,7 +192,7 @@ def with_number(key, number):
 
 @triton.jit
 def random_bits(key, start, offsets, LARGE: tl.constexpr):
-    """Return 32 bits, uint32, for each element at ``offsets`` from ``start``, int64. LARGE: indices may pass 2^32."""
+    """Return 32 bits, uint32, for each element at ``offsets`` from ``start``, int64. LARGE: indices may pass 2^31."""
     if LARGE:
         index = start + offsets.to(tl.int64)
         low = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
