@@ -180,6 +180,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         prepare()
     if session.items and (thread := session.config.stash.get(COMPILING, None)):
         thread.join()
+    if hasattr(session.config, "workerinput") and session.items:
+        import torch._dynamo  # noqa: F401  # takes seconds, for which no test is to be too long
     if needing := [*filter(starts_ranks, session.items)]:
         session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()

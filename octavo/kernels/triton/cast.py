@@ -22,7 +22,7 @@ normalised.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,10 +99,25 @@ def cast(
         else:
             by_scaling(inputs, sums, (first, out))
         return results
+    _by_two_scalings(inputs, by_scaling, (first, second), output, results[:4], sums)
+    return results
+
+
+def _by_two_scalings(
+    inputs: CastInput,
+    by_scaling: Callable[..., None],
+    scalings: tuple[Scaling, Scaling],
+    output: Output,
+    pairs: Sequence[Tensor],
+    sums: Tensor | None,
+) -> None:
+    """Cast by two scalings into ``pairs``: qdata, second qdata, scale_inv, second scale_inv."""
+    codes, second_codes, scale_inv, second_scale_inv = pairs
+    first, second = scalings
     if not output.transpose:
-        inputs.clear_padding(other, output.pad)
-    both_codes = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
-    both_scales = scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale
+        inputs.clear_padding(second_codes, output.pad)
+    both_codes = codes_to(codes), codes_to(None, second_codes) if output.transpose else codes_to(second_codes)
+    both_scales = scale_inv, second_scale_inv.t() if output.transpose else second_scale_inv
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
     amaxes = (None if both_blocks else torch.empty_like(scales, dtype=torch.float32) for scales in both_scales)
     out, second_out = map(outputs_to, both_codes, both_scales, amaxes)
@@ -112,7 +127,6 @@ def cast(
         in_second = second.tile == (ALL, 1)  # only a scaling whose programs own whole columns can sum them
         by_scaling(inputs, None if in_second else sums, (first, out))
         cast_by_scaling(inputs, sums if in_second else None, (second, second_out))
-    return results
 
 
 def _by_torch(source: Castable, first: Scaling, second: Scaling | None, output: Output) -> tuple[Tensor, ...]:

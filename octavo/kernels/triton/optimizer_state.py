@@ -213,11 +213,11 @@ def place_in_rows(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl
     else:
         a_row = tl.cdiv(cols, BLOCK)
         index = first + blocks
-        row = index // a_row
-        col = (index - row * a_row)[:, None] * BLOCK + lanes[None, :]
+        tile_row = index // a_row
+        col = (index - tile_row * a_row)[:, None] * BLOCK + lanes[None, :]
         base = first // a_row * cols
-        offsets = (row[:, None] * cols - base) + col
-        is_block = row < rows
+        offsets = (tile_row[:, None] * cols - base) + col
+        is_block = tile_row < rows
         inside = is_block[:, None] & (col < cols)
         if not LARGE:
             offsets = offsets.to(tl.int32)

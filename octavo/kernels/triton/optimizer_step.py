@@ -132,7 +132,7 @@ def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> StepRule:
     """Return the rule that groups of one kind share."""
     ascends = any(group.maximize for group in groups)
     if not isinstance(first := groups[0], AdamGroup):
-        return StepRule(False, first.averages, ascends)
+        return StepRule(False, first.averages, ascends, averages=first.averages)
     share_below_half = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
     return StepRule(True, first.decoupled, ascends, first.bounds_update, share_below_half)
 

@@ -64,7 +64,8 @@ class StepRule(NamedTuple):
 
     Attributes:
         is_adam: else SGD.
-        decoupled, bounds_update: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
+        decoupled, bounds_update: as AdamGroup's; SGD's is decoupled where it averages.
+        averages: SgdGroup's.
         ascends: whether any group does, by ``maximize``.
         share_below_half: whether 1 - beta1, a gradient's share in the first moment, is below a half in all groups: then
             ``lerp`` needs one of its branches.
@@ -75,6 +76,7 @@ class StepRule(NamedTuple):
     ascends: bool
     bounds_update: bool = False
     share_below_half: bool = False
+    averages: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,13 +322,13 @@ def tile_step(row, gradient, place, n, scales, key, TENSOR: tl.constexpr, STEP: 
         m, v = adam_moments(m, v, g, n, STEP.rule.share_below_half)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
-        m = sgd_moment(m, g, n, STEP.rule.decoupled)
+        m = sgd_moment(m, g, n, STEP.rule.averages)
     before = w
     if not STEP.finds_amaxes:
         if STEP.rule.is_adam:
             w = adam_weight(w, m, root, n, STEP.rule.decoupled, STEP.rule.bounds_update)
         else:
-            w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None, STEP.rule.decoupled)
+            w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None, STEP.rule.averages)
     if STEP.rule.is_adam:
         m, v = saturate(m, root if SECOND_MOMENT.root else v, FIRST_MOMENT, SECOND_MOMENT)
     moved = 0.0
