@@ -34,52 +34,27 @@ def test_threads_are_as_many_as_the_elements_are_worth(monkeypatch: pytest.Monke
 
 
 def test_fields_of_a_target_are_packed_in_the_order_of_the_source() -> None:
-    delayed, (rows, cols), tile = torch.zeros(3, 7), (5, 9), (2, 3)
+    delayed, (rows, cols) = torch.zeros(3, 7), (5, 9)
     q, t, scale_inv, amax = (torch.zeros(shape) for shape in ((11, 13), (17, 19), (23, 29), (31, 37)))
-    scaling = Scaling(torch.float8_e5m2, tile, True, 1, delayed, 2)
-    assert described(CastTarget(scaling, q, t, scale_inv, amax), (rows, cols)) == codes.TARGET.pack(
-        codes=q.data_ptr(),
-        transposed=t.data_ptr(),
-        scale_inv=scale_inv.data_ptr(),
-        amax=amax.data_ptr(),
-        delayed_scale=delayed[2].data_ptr(),
-        rows=rows,
-        cols=cols,
-        codes_stride=13,
-        transposed_stride=19,
-        scale_row_stride=29,
-        scale_col_stride=1,
-        amax_row_stride=37,
-        amax_col_stride=1,
-        tile_rows=2,
-        tile_cols=3,
-        is_e8m0=False,
-        is_e5m2=True,
-        power_of_two=True,
-        limit=57344.0 / 2,
-    )
-    q, t = q.to(torch.uint8), t.to(torch.uint8)
+    tensors = {"codes": q, "transposed": t, "scale_inv": scale_inv, "amax": amax, "delayed_scale": delayed[2]}
+    fields: dict[str, float] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    fields |= {"rows": rows, "cols": cols, "codes_stride": 13, "transposed_stride": 19}
+    fields |= {"scale_row_stride": 29, "scale_col_stride": 1}
+    target = CastTarget(Scaling(torch.float8_e5m2, (2, 3), True, 1, delayed, 2), q, t, scale_inv, amax)
+    of_float8 = {"amax_row_stride": 37, "amax_col_stride": 1, "tile_rows": 2, "tile_cols": 3, "limit": 57344.0 / 2}
+    of_float8 |= {"is_e8m0": False, "is_e5m2": True, "power_of_two": True}
+    assert described(target, (rows, cols)) == codes.TARGET.pack(**fields, **of_float8)
     scaling = Scaling(E2M1.dtype, (16, 16), False, 0, delayed, 2, rotation=3, seed=4, place=(6, 7))
-    assert described_packed(CastTarget(scaling, q, t, scale_inv, amax), (rows, cols)) == codes.PACKED.pack(
-        codes=q.data_ptr(),
-        transposed=t.data_ptr(),
-        scale_inv=scale_inv.data_ptr(),
-        amax=amax.data_ptr(),
-        delayed_scale=delayed[2].data_ptr(),
-        rows=rows,
-        cols=cols,
-        codes_stride=13,
-        transposed_stride=19,
-        scale_row_stride=29,
-        scale_col_stride=1,
-        block_lanes=16,
-        lanes_are_columns=False,
-        rotation=3,
-        seed=4,
-        first_lane=6,
-        first_term=7,
-        limit=E2M1.limit,
-    )
+    of_e2m1 = {
+        "block_lanes": 16,
+        "lanes_are_columns": False,
+        "rotation": 3,
+        "seed": 4,
+        "first_lane": 6,
+        "first_term": 7,
+    }
+    packed = described_packed(target._replace(scaling=scaling), (rows, cols))
+    assert packed == codes.PACKED.pack(**fields, **of_e2m1, limit=E2M1.limit)
 
 
 @pytest.mark.parametrize(("name", "load"), [("cast", codes.compiled), ("nvfp4", codes.compiled_packed)])
